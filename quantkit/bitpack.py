@@ -1,0 +1,57 @@
+"""Dense bit packing into int32 words, least significant bits first, along the last axis.
+
+    bits = 4, word w:  | code 8w+7 | ... | code 8w+1 | code 8w |      code 8w+k in bits 4k .. 4k+3
+    bits = 3: eight codes fill three bytes; codes may straddle words, nothing is padded but the end of a row
+
+A row of n codes takes ceil(n * bits / 32) words. This is the layout that compressed-tensors reads since 0.18, and for
+2, 4 and 8 bits the one that every version reads.
+"""
+
+import torch
+
+
+def packed_width(count: int, bits: int) -> int:
+    """Number of int32 words that `count` codes of `bits` bits take."""
+    return -(-count * bits // 32)
+
+
+def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """uint8 codes `[rows, n]`, each below 2**bits, to int32 `[rows, ceil(n * bits / 32)]`."""
+    rows, count = codes.shape
+    words = packed_width(count, bits)
+    unit = _codes_per_unit(bits)
+    padded = -(-words * 32 // (bits * unit)) * unit
+    if padded != count:
+        codes = torch.nn.functional.pad(codes, (0, padded - count))
+    units = codes.reshape(rows, padded // unit, unit)
+    # Whole bytes stay in uint8; eight codes of 3, 5, 6 or 7 bits need a wider accumulator.
+    wide = torch.uint8 if unit * bits == 8 else torch.int64
+    merged = units[..., 0].to(wide)
+    for k in range(1, unit):
+        merged = merged | (units[..., k].to(wide) << (bits * k))
+    data = merged.contiguous().view(torch.uint8).reshape(rows, padded // unit, -1)[..., : unit * bits // 8]
+    return data.reshape(rows, -1)[:, : words * 4].contiguous().view(torch.int32)
+
+
+def unpack_int32(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """int32 `[rows, ceil(count * bits / 32)]` back to uint8 codes `[rows, count]`. Raises ValueError for another width."""
+    rows, words = packed.shape
+    if words != packed_width(count, bits):
+        raise ValueError(f"{count} codes of {bits} bits take {packed_width(count, bits)} words, not {words}")
+    unit = _codes_per_unit(bits)
+    size = unit * bits // 8
+    data = packed.contiguous().view(torch.uint8).reshape(rows, -1)
+    units = -(-count // unit)
+    if units * size > data.shape[1]:
+        data = torch.nn.functional.pad(data, (0, units * size - data.shape[1]))
+    data = data[:, : units * size].reshape(rows, units, size)
+    merged = data[..., 0] if size == 1 else sum(data[..., b].to(torch.int64) << (8 * b) for b in range(size))
+    codes = torch.empty(rows, units, unit, dtype=torch.uint8)
+    for k in range(unit):
+        codes[..., k] = (merged >> (bits * k)) & ((1 << bits) - 1)
+    return codes.reshape(rows, -1)[:, :count].contiguous()
+
+
+def _codes_per_unit(bits: int) -> int:
+    """Codes that fill whole bytes: a byte's worth where bits divides 8, else eight codes in `bits` bytes."""
+    return 8 // bits if 8 % bits == 0 else 8

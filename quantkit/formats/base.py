@@ -1,0 +1,46 @@
+"""What a format is: a small object that turns one QuantizedTensor into local tensors and back, and writes its config."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from quantkit.tensorfile import TensorSpec
+from quantkit.types import QuantizedTensor, QuantScheme
+
+
+@dataclass(frozen=True)
+class StoredLayer:
+    """One quantised linear as a config has to name it.
+
+    name: module name on disk. module: module name in the model of transformers, which may differ. scheme: its format.
+    """
+
+    name: str
+    module: str
+    scheme: QuantScheme
+
+
+class Format(Protocol):
+    """Local names, inputs untouched, nothing quantised again. `spec` works without data, so sizes can be planned."""
+
+    def spec(self, name: str, shape: tuple[int, int], scheme: QuantScheme) -> list[TensorSpec]:
+        """The tensors that `pack` will write for module `name` with a weight of `shape`."""
+        ...
+
+    def pack(self, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
+        """The tensors on disk, by local name."""
+        ...
+
+    def unpack(self, stored: Mapping[str, torch.Tensor], scheme: QuantScheme) -> QuantizedTensor:
+        """The codes, scales and zeros of what `pack` wrote. Raises ArtifactError where the tensors do not fit."""
+        ...
+
+    def config(self, layers: list[StoredLayer], dense: list[str]) -> dict[str, Any]:
+        """`quantization_config` for config.json; `dense` names linears that stay unquantised."""
+        ...
+
+    def readers(self, layers: list[StoredLayer]) -> dict[str, str]:
+        """How each known reader takes the file: reader to a short sentence."""
+        ...

@@ -1,0 +1,176 @@
+"""manifest.json: what an artifact is, in canonical JSON without time, host or path. Its SHA-256 is the identity."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from quantkit.canonical import canonical_json, sha256_bytes
+from quantkit.errors import ArtifactError
+from quantkit.schema import Strict, read_json, validate
+from quantkit.types import Granularity, QuantScheme
+
+MANIFEST_FILE = "manifest.json"
+RUN_FILE = "run.json"
+SCHEMA_VERSION = 1
+
+Component = Literal["weights", "config", "tokenizer", "chat_template", "generation", "other"]
+
+
+class FileRecord(Strict):
+    """A file by its bytes."""
+
+    name: str
+    sha256: str
+    size: int
+
+
+class SchemeRecord(Strict):
+    """A QuantScheme as the manifest holds it."""
+
+    bits: int
+    granularity: Granularity
+    group_size: int | None
+    symmetric: bool
+    scale_dtype: str
+
+    @classmethod
+    def of(cls, scheme: QuantScheme) -> "SchemeRecord":
+        return cls(**vars(scheme))
+
+    @property
+    def scheme(self) -> QuantScheme:
+        return QuantScheme(**self.model_dump())
+
+
+class LayerError(Strict):
+    """What rounding did to a weight, against the float weight: relative is |W - Q| / |W| (Frobenius), to 6 digits."""
+
+    relative: float
+    max_abs: float
+
+
+class LayerRecord(Strict):
+    """One quantised linear. bytes: all its tensors on disk. fallback: what differs from the recipe, or null."""
+
+    name: str
+    module: str
+    shape: tuple[int, int]
+    scheme: SchemeRecord
+    passes: list[str]
+    error: LayerError
+    bytes: int
+    fallback: str | None
+
+
+class KeptRecord(Strict):
+    """One tensor that stands in the artifact as it stood in the source, and why."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    reason: str
+
+
+class DroppedRecord(Strict):
+    """One tensor of the source that is not in the artifact, and why nothing is lost."""
+
+    name: str
+    reason: str
+
+
+class FallbackRecord(Strict):
+    """One thing that was done differently from the recipe."""
+
+    layer: str
+    kind: Literal["group_size", "kept"]
+    detail: str
+
+
+class SourceRecord(Strict):
+    """The checkpoint: every file that the artifact depends on, and the files of the directory that it does not."""
+
+    name: str
+    revision: str | None
+    files: list[FileRecord]
+    not_used: dict[str, str]
+
+
+class Totals(Strict):
+    """Sizes, from the bytes on disk.
+
+    bits_per_weight counts every tensor of the quantised layers (codes, scales, zero-points, shape records) over their
+    weights; bits_per_weight_nominal is the schemes' own arithmetic; bits_per_parameter is all weight files over all
+    parameters of the model.
+    """
+
+    weight_bytes: int
+    source_weight_bytes: int
+    parameters: int
+    quantised_parameters: int
+    bits_per_weight: float | None
+    bits_per_weight_nominal: float | None
+    bits_per_parameter: float
+
+
+class Manifest(Strict):
+    """The whole document."""
+
+    schema_version: Literal[1]
+    versions: dict[str, str]
+    format: str
+    recipe: dict[str, Any]
+    recipe_sha256: str
+    source: SourceRecord
+    calibration: None
+    layers: list[LayerRecord]
+    kept: list[KeptRecord]
+    dropped: list[DroppedRecord]
+    fallbacks: list[FallbackRecord]
+    notes: list[str]
+    readers: dict[str, str]
+    components: dict[Component, list[FileRecord]]
+    totals: Totals
+
+    @property
+    def data(self) -> bytes:
+        return canonical_json(self.model_dump(mode="json"))
+
+    @property
+    def identity(self) -> str:
+        return sha256_bytes(self.data)
+
+    @property
+    def files(self) -> dict[str, FileRecord]:
+        """Every file of the artifact that the identity covers, by name."""
+        return {record.name: record for records in self.components.values() for record in records}
+
+    def metric(self, name: str) -> float | None:
+        """A number that a policy can bound as `manifest.<name>`, or None where there is no such number."""
+        numbers = {**self.totals.model_dump(), "fallbacks": len(self.fallbacks), "kept": len(self.kept)}
+        value = numbers.get(name)
+        return None if value is None else float(value)
+
+
+def read_manifest(artifact: Path) -> Manifest:
+    """The manifest of an artifact directory. Raises ArtifactError: none there, unreadable, or not canonical."""
+    if not artifact.is_dir():
+        raise ArtifactError(f"{artifact} is not a directory", "give the output directory of quantkit convert")
+    path = artifact / MANIFEST_FILE
+    value = read_json(path, ArtifactError, "give a directory that quantkit convert wrote")
+    manifest = validate(Manifest, value, str(path), ArtifactError, "convert again with this version of quantkit")
+    if path.read_bytes() != manifest.data:
+        raise ArtifactError(f"{path} is not in canonical form", "restore the file that quantkit convert wrote")
+    return manifest
+
+
+def component_of(name: str) -> Component:
+    """The component that a file of an artifact belongs to, by its name."""
+    if name.startswith("model") and (name.endswith(".safetensors") or name.endswith(".safetensors.index.json")):
+        return "weights"
+    if name == "config.json":
+        return "config"
+    if name.startswith(("chat_template", "additional_chat_templates/")):
+        return "chat_template"
+    if name == "generation_config.json":
+        return "generation"
+    tokenizer = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "spiece", "sentencepiece")
+    return "tokenizer" if name.startswith(tokenizer) else "other"

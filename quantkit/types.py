@@ -1,0 +1,101 @@
+"""The words of the toolkit as types, and the number conventions, decided once.
+
+W is `[out, in]`. Codes are uint8 `[out, in]`, unsigned, `0 .. 2**bits - 1`. Scales are `[out, groups]` in the dtype of
+the file; zeros are uint8 `[out, groups]` in code units, or None for a symmetric scheme, where the zero is the constant
+`2**(bits - 1)`. A group is `in / groups` consecutive input columns; `dequantised = (codes - zeros[g]) * scales[g]`.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+Granularity = Literal["tensor", "channel", "group"]
+
+SCALE_DTYPES: dict[str, torch.dtype] = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class QuantScheme:
+    """The number format of one weight tensor.
+
+    bits: width of a code, 2 to 8.
+    granularity: what shares one scale: the whole tensor, an output channel, or `group_size` inputs of a channel.
+    symmetric: the zero is the middle code (absmax scale); otherwise a zero-point is stored (min-max scale).
+    scale_dtype: name of the dtype in which the file stores scales; codes are chosen against the rounded scale.
+    """
+
+    bits: int
+    granularity: Granularity
+    group_size: int | None = None
+    symmetric: bool = True
+    scale_dtype: str = "float16"
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.bits <= 8:
+            raise ValueError(f"bits must be 2 to 8, not {self.bits}")
+        if (self.granularity == "group") != (self.group_size is not None):
+            raise ValueError("group_size belongs to granularity 'group', and only to it")
+        if self.group_size is not None and self.group_size < 1:
+            raise ValueError(f"group_size must be positive, not {self.group_size}")
+        if self.scale_dtype not in SCALE_DTYPES:
+            raise ValueError(f"scale_dtype must be one of {', '.join(SCALE_DTYPES)}, not {self.scale_dtype}")
+
+    @property
+    def levels(self) -> int:
+        """Number of codes, `2**bits`."""
+        return 1 << self.bits
+
+    @property
+    def midpoint(self) -> int:
+        """The zero of a symmetric scheme, `2**(bits - 1)`."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def torch_scale_dtype(self) -> torch.dtype:
+        return SCALE_DTYPES[self.scale_dtype]
+
+    def groups(self, in_features: int) -> int:
+        """Number of scales of one row. Raises ValueError where the group size does not divide `in_features`."""
+        if self.group_size is None:
+            return 1
+        if in_features % self.group_size:
+            raise ValueError(f"group size {self.group_size} does not divide the input width {in_features}")
+        return in_features // self.group_size
+
+    def with_group_size(self, group_size: int) -> "QuantScheme":
+        return replace(self, group_size=group_size)
+
+    def describe(self) -> str:
+        """Short human form, as in `int4 g64 zp`."""
+        where = {"tensor": "tensor", "channel": "channel", "group": f"g{self.group_size}"}[self.granularity]
+        return f"int{self.bits} {where} {'sym' if self.symmetric else 'zp'}"
+
+    def nominal_bits(self, in_features: int) -> float:
+        """Bits per weight by the book: code, scale and zero-point of one row, without padding or shape records."""
+        scale_bits = torch.finfo(self.torch_scale_dtype).bits
+        zero_bits = 0 if self.symmetric else self.bits
+        return self.bits + self.groups(in_features) * (scale_bits + zero_bits) / in_features
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """Codes with their scales and zeros, as chosen once and carried to the packer unchanged.
+
+    codes: uint8 `[out, in]`; scales: `[out, groups]` in the scheme's dtype, finite and positive; zeros: uint8
+    `[out, groups]`, or None for a symmetric scheme.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    scheme: QuantScheme
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        rows, columns = self.codes.shape
+        return rows, columns
