@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ import torch
 from quantkit.canonical import sha256_file
 from quantkit.checkpoint import INDEX_FILE, WEIGHTS_FILE
 from quantkit.errors import ArtifactError
+from quantkit.files import sync_directory, write_file
 from quantkit.manifest import MANIFEST_FILE, RUN_FILE, Component, FileRecord, Manifest, component_of, read_manifest
 from quantkit.tensorfile import FileLayout, TensorFileWriter, TensorSpec, layout
 
@@ -91,10 +91,10 @@ def writing(output: Path) -> Iterator[Path]:
             partial.mkdir()
             try:
                 yield partial
-                _sync_directory(partial)
+                sync_directory(partial)
                 refuse_existing(output)
                 partial.rename(output)
-                _sync_directory(output.parent)
+                sync_directory(output.parent)
             except BaseException:
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
@@ -117,23 +117,6 @@ def disk_errors(output: Path) -> Iterator[None]:
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         what = "the disk is full" if full else str(error.strerror or error)
         raise ArtifactError(f"{output} cannot be written: {what}", "free space or choose another --output") from error
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a small file and flush it to the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as stream:
-        stream.write(data)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def copy_file(source: Path, target: Path) -> None:
-    """Copy a file byte for byte and flush it to the disk."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(source, target)
-    with target.open("rb") as stream:
-        os.fsync(stream.fileno())
 
 
 def record_components(directory: Path) -> dict[Component, list[FileRecord]]:
@@ -166,7 +149,9 @@ def verify(artifact: Path) -> list[str]:
     problems += [f"extra: {name}" for name in _extra_files(artifact, manifest)]
     run = artifact / RUN_FILE
     if run.is_file() and (recorded := _recorded_identity(run)) != manifest.identity:
-        problems.append(f"changed: {MANIFEST_FILE} or {RUN_FILE} (the run made {recorded}, this is {manifest.identity})")
+        problems.append(
+            f"changed: {MANIFEST_FILE} or {RUN_FILE} (the run made {recorded}, this is {manifest.identity})"
+        )
     return problems
 
 
@@ -208,11 +193,3 @@ def _lock(output: Path) -> IO[bytes]:
 def _unlock(output: Path, stream: IO[bytes]) -> None:
     _lock_path(output).unlink(missing_ok=True)
     stream.close()
-
-
-def _sync_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -34,7 +34,7 @@ def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """int32 `[rows, ceil(count * bits / 32)]` back to uint8 codes `[rows, count]`. Raises ValueError for another width."""
+    """int32 `[rows, ceil(count * bits / 32)]` back to uint8 codes `[rows, count]`. Raises ValueError if not so wide."""
     rows, words = packed.shape
     if words != packed_width(count, bits):
         raise ValueError(f"{count} codes of {bits} bits take {packed_width(count, bits)} words, not {words}")

@@ -1,7 +1,7 @@
 """The model as structure: a skeleton without weights, its decoder blocks, its linears, and their names on disk.
 
-Nothing here knows a model by name. Blocks are the repeated modules that hold most parameters; a linear is an `nn.Linear`
-in one of them; names on disk are read through the mapping that transformers itself loads with.
+Nothing here knows a model by name. Blocks are the repeated modules that hold most parameters; a linear is an
+`nn.Linear` in one of them; names on disk are read through the mapping that transformers itself loads with.
 """
 
 from collections import defaultdict
@@ -31,7 +31,9 @@ class Target:
     direct: bool
 
 
-def build_skeleton(checkpoint: Checkpoint, dtype: torch.dtype | None = None, *, real_buffers: bool = False) -> PreTrainedModel:
+def build_skeleton(
+    checkpoint: Checkpoint, dtype: torch.dtype | None = None, *, real_buffers: bool = False
+) -> PreTrainedModel:
     """The model on the meta device, in `dtype` (default: the checkpoint's), in eval mode.
 
     real_buffers: keep computed buffers (rotary frequencies) real, for a model whose weights will be filled in.
@@ -111,7 +113,7 @@ def _expert_count(module: nn.Module) -> int:
 
 
 def unquantisable_reason(model: nn.Module, parameter: str) -> str | None:
-    """Why a weight of the decoder blocks that carries a matrix product cannot be quantised yet; None if it carries none."""
+    """Why a matrix of the decoder blocks cannot be quantised yet; None for a parameter that is not such a matrix."""
     module_name, _, leaf = parameter.rpartition(".")
     module = model.get_submodule(module_name)
     if isinstance(module, Conv1D) and leaf == "weight":

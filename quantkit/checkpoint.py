@@ -4,11 +4,12 @@ Tensors are read by name from their byte ranges; the model is never loaded. A GG
 into a safetensors directory in the cache, keyed by its SHA-256, and read from there.
 """
 
+import io
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,11 @@ def load_config(directory: Path, trust_remote_code: bool) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:
-        hint = "pass --trust-remote-code if you trust the Python files beside it" if "trust_remote_code" in str(error) else ""
+        hint = (
+            "pass --trust-remote-code if you trust the Python files beside it"
+            if "trust_remote_code" in str(error)
+            else ""
+        )
         raise CheckpointError(f"{path} is not usable ({_first_line(error)})", hint or "repair config.json") from None
 
 
@@ -119,7 +124,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def cache_dir() -> Path:
-    """Where downloaded and decoded material is kept: $QUANTKIT_CACHE, else $XDG_CACHE_HOME/quantkit or ~/.cache/quantkit."""
+    """Where fetched and decoded material is kept: $QUANTKIT_CACHE, else $XDG_CACHE_HOME/quantkit, ~/.cache/quantkit."""
     named = os.environ.get("QUANTKIT_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(named) if named else base / "quantkit"
@@ -148,7 +153,9 @@ def _download(name: str, revision: str | None) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
 
     try:
-        directory = snapshot_download(name, revision=revision, ignore_patterns=[f"*{s}" for s in sorted(_OTHER_WEIGHTS)])
+        directory = snapshot_download(
+            name, revision=revision, ignore_patterns=[f"*{s}" for s in sorted(_OTHER_WEIGHTS)]
+        )
     except Exception as error:
         raise CheckpointError(
             f"{name} is neither a local directory nor reachable on the hub ({_first_line(error)})",
@@ -172,7 +179,7 @@ def _read_entries(directory: Path) -> dict[str, TensorEntry]:
     if pickles:
         raise CheckpointError(
             f"{directory} holds only pickle weights ({pickles[0]}), which run code when read",
-            "convert them where you trust them: python -c \"from transformers import AutoModelForCausalLM as M; "
+            'convert them where you trust them: python -c "from transformers import AutoModelForCausalLM as M; '
             f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')\"",
         )
     raise CheckpointError(f"{directory} holds no {WEIGHTS_FILE} and no {INDEX_FILE}", "give a complete checkpoint")
@@ -196,9 +203,13 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, TensorEntry]:
             raise CheckpointError(f"{path} is named in {INDEX_FILE} and is missing", "download or copy the shard")
         for name, entry in read_header(path).items():
             if name in entries:
-                raise CheckpointError(f"{path}: tensor {name!r} is also in {entries[name].path.name}", "remove one of them")
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is also in {entries[name].path.name}", "remove one of them"
+                )
             if weight_map.get(name) != shard:
-                raise CheckpointError(f"{path}: tensor {name!r} is not in {INDEX_FILE} for this shard", "repair the index")
+                raise CheckpointError(
+                    f"{path}: tensor {name!r} is not in {INDEX_FILE} for this shard", "repair the index"
+                )
             entries[name] = entry
     lost = sorted(set(weight_map) - set(entries))
     if lost:
@@ -240,7 +251,9 @@ def _decode_gguf(path: Path) -> Path:
         partial.rename(target)
     except OSError as error:
         if not target.is_dir():  # another process may have been first
-            raise CheckpointError(f"{path} cannot be decoded into {target}: {error.strerror}", "free the disk") from None
+            raise CheckpointError(
+                f"{path} cannot be decoded into {target}: {error.strerror}", "free the disk"
+            ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return target
@@ -249,7 +262,8 @@ def _decode_gguf(path: Path) -> Path:
 def load_gguf(path: Path) -> tuple[PretrainedConfig, dict[str, torch.Tensor], PreTrainedTokenizerBase]:
     """Config, float32 state dict (tied tensors once) and tokenizer of a GGUF file, through transformers."""
     try:
-        with quiet_transformers():
+        # The decoder of transformers draws its bar straight to stderr.
+        with quiet_transformers(), redirect_stderr(io.StringIO()):
             model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:

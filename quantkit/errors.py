@@ -48,7 +48,7 @@ class ReportError(QuantkitError):
     """An evaluation report is missing, or belongs to other bytes or another protocol."""
 
 
-class Interrupted(QuantkitError):
+class InterruptedRunError(QuantkitError):
     """The run was stopped by a signal; nothing stands under the final name."""
 
     exit_code = 3

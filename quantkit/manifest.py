@@ -10,7 +10,7 @@ from quantkit.types import Granularity, QuantScheme
 
 MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 
 Component = Literal["weights", "config", "tokenizer", "chat_template", "generation", "other"]
 

@@ -18,18 +18,11 @@ from typing import Any
 import torch
 
 from quantkit.affine import dequantize, row_slices
-from quantkit.artifact import (
-    WeightsWriter,
-    copy_file,
-    disk_errors,
-    record_components,
-    refuse_existing,
-    write_file,
-    writing,
-)
+from quantkit.artifact import WeightsWriter, record_components, refuse_existing, writing
 from quantkit.canonical import sha256_file
 from quantkit.checkpoint import Checkpoint, config_values
 from quantkit.errors import ArtifactError, CheckpointError, NumericsError
+from quantkit.files import copy_file, write_file
 from quantkit.formats import FORMATS
 from quantkit.manifest import (
     MANIFEST_FILE,
@@ -77,7 +70,7 @@ def convert(
     check_space(plan, output)
     digests = _Digests(plan.checkpoint)
     with writing(output) as directory, torch.no_grad():
-        layers = _write_weights(plan, directory, shard_bytes, progress or (lambda name, size: None))
+        layers = _write_weights(plan, directory, shard_bytes, progress or (lambda *_: None))
         _write_config(plan, directory)
         for name in plan.checkpoint.side_files:
             copy_file(plan.checkpoint.directory / name, directory / name)
@@ -103,9 +96,8 @@ def check_space(plan: Plan, output: Path) -> None:
 
 def _write_weights(plan: Plan, directory: Path, shard_bytes: int, progress: Progress) -> list[LayerRecord]:
     format = FORMATS[plan.recipe.format]
-    work: dict[str, Quantised | Kept | Dropped] = {
-        item.entry.name: item for item in [*plan.quantised, *plan.kept, *plan.dropped]
-    }
+    items: list[Quantised | Kept | Dropped] = [*plan.quantised, *plan.kept, *plan.dropped]
+    work = {item.entry.name: item for item in items}
     layers = []
     writer = WeightsWriter(directory, plan.specs, shard_bytes)
     try:
@@ -170,7 +162,8 @@ def _checked_chunks(entry: TensorEntry) -> Iterator[torch.Tensor]:
     for chunk in read_chunks(entry):
         if chunk.dtype.is_floating_point and chunk.dtype.itemsize > 1 and not torch.isfinite(chunk).all():
             raise NumericsError(
-                f"{entry.path}: tensor {entry.name!r} holds NaN or infinite values", "repair or re-export the checkpoint"
+                f"{entry.path}: tensor {entry.name!r} holds NaN or infinite values",
+                "repair or re-export the checkpoint",
             )
         yield chunk
 
@@ -202,7 +195,8 @@ def _layer_record(plan: Plan, layer: Quantised, error: LayerError, size: int) ->
 def _write_config(plan: Plan, directory: Path) -> None:
     values = config_values(plan.checkpoint.directory)
     if plan.quantised:
-        values["quantization_config"] = FORMATS[plan.recipe.format].config(plan.stored_layers, plan.dense_linears)
+        format = FORMATS[plan.recipe.format]
+        values["quantization_config"] = format.config(plan.stored_layers, plan.dense_linears, plan.dense_experts)
     write_file(directory / "config.json", json.dumps(values, indent=2, ensure_ascii=False).encode() + b"\n")
 
 
@@ -246,7 +240,9 @@ def _manifest(plan: Plan, layers: list[LayerRecord], directory: Path, source: li
         format=plan.recipe.format,
         recipe=plan.recipe.values,
         recipe_sha256=plan.recipe.sha256,
-        source=SourceRecord(name=checkpoint.name, revision=checkpoint.revision, files=source, not_used=checkpoint.skipped),
+        source=SourceRecord(
+            name=checkpoint.name, revision=checkpoint.revision, files=source, not_used=checkpoint.skipped
+        ),
         calibration=None,
         layers=layers,
         kept=[

@@ -1,5 +1,6 @@
 """The plan: what happens to every tensor of a checkpoint under a recipe, decided from headers and structure alone."""
 
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -26,7 +27,7 @@ from quantkit.types import QuantScheme
 
 @dataclass(frozen=True)
 class Quantised:
-    """A weight that becomes codes. name: module on disk; module: module in the model; fallback: what differs, or None."""
+    """A weight that becomes codes. name: module on disk; module: that in the model; fallback: what differs, or None."""
 
     entry: TensorEntry
     name: str
@@ -69,6 +70,7 @@ class Plan:
     fallbacks: list[FallbackRecord]
     notes: list[str]
     dense_linears: list[str]
+    dense_experts: list[str]
     parameters: int
     specs: list[TensorSpec] = field(default_factory=list)
 
@@ -86,7 +88,7 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Estimate of the memory that the conversion needs beside Python itself: the largest tensor, its codes, its packed form."""
+        """Estimate of the memory the run needs beside Python itself: the largest tensor, its codes, its packed form."""
         largest = max((layer.entry for layer in self.quantised), key=lambda entry: entry.nbytes, default=None)
         return 0 if largest is None else largest.nbytes + 2 * largest.numel + (1 << 26)
 
@@ -125,7 +127,9 @@ class _Planner:
         copies = self._tied_copies()
         for name, entry in self.checkpoint.entries.items():
             if name in copies:
-                self.dropped.append(Dropped(entry, copies[name], f"tied to {copies[name].name}, which has the same bytes"))
+                self.dropped.append(
+                    Dropped(entry, copies[name], f"tied to {copies[name].name}, which has the same bytes")
+                )
             else:
                 self._decide(name, entry)
         self._check_patterns()
@@ -134,6 +138,7 @@ class _Planner:
         dense = self._dense_linears(layers)
         plan = Plan(
             self.checkpoint, self.recipe, self.quantised, self.kept, self.dropped, self.fallbacks, self.notes, dense,
+            self._dense_experts(),
             sum(entry.numel for entry in self.checkpoint.entries.values()) - sum(d.entry.numel for d in self.dropped),
         )  # fmt: skip
         plan.specs.extend(output_specs(plan))
@@ -147,8 +152,8 @@ class _Planner:
                 expected = tuple(self.state[target.parameter].shape)
                 if target.direct and shape != expected:
                     raise CheckpointError(
-                        f"{self.checkpoint.entries[name].path}: tensor {name!r} is {list(shape)}, the model of config.json "
-                        f"has {list(expected)}", "use the config.json that belongs to these weights",
+                        f"{self.checkpoint.entries[name].path}: tensor {name!r} is {list(shape)}, the model of "
+                        f"config.json has {list(expected)}", "use the config.json that belongs to these weights",
                     )  # fmt: skip
             elif not any(matches("re:.*?" + pattern, name) for pattern in ignorable) and not self._ignored(name):
                 raise CheckpointError(
@@ -157,10 +162,10 @@ class _Planner:
                 )
         present = {target.parameter for target in self.targets.values()}
         tied = getattr(self.model, "all_tied_weights_keys", {})
-        expected = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         lost = sorted(
             name
-            for name in expected - present
+            for name in parameters - present
             if not (name in tied and tied[name] in present)
             and not any(name == source and target in present for target, source in tied.items())
             and not self._made_by_converter(name)
@@ -229,13 +234,15 @@ class _Planner:
                 f"{entry.path}: tensor {entry.name!r} is {entry.dtype}, which is quantised already",
                 "give the unquantised checkpoint",
             )
-        scheme, fallback = self._fitted(weights.scheme(str(self.checkpoint.dtype).removeprefix("torch.")), disk_module, entry)
+        scheme, fallback = self._fitted(
+            weights.scheme(str(self.checkpoint.dtype).removeprefix("torch.")), disk_module, entry
+        )
         self.quantised.append(Quantised(entry, disk_module, module, scheme, fallback))
         if fallback:
             self.fallbacks.append(FallbackRecord(layer=disk_module, kind="group_size", detail=fallback))
 
     def _format_for(self, name: str) -> WeightFormat | None:
-        """The format of the last override that matches, else the recipe's; None where an ignore or a null override matches."""
+        """The format of the last matching override, else the recipe's; None where an ignore or a null one matches."""
         chosen: WeightFormat | None = self.recipe.weights
         for override in self.recipe.overrides:
             if matches(override.match, name):
@@ -287,7 +294,8 @@ class _Planner:
             kinds = {schemes.get(name) for name in names}
             if len(kinds) > 1:
                 spelled = ", ".join(
-                    f"{name.rpartition('.')[2]}: {schemes[name].describe() if name in schemes else 'kept'}" for name in names
+                    f"{name.rpartition('.')[2]}: {schemes[name].describe() if name in schemes else 'kept'}"
+                    for name in names
                 )
                 raise RecipeError(
                     f"{names[0].rpartition('.')[0]}: linears that servers fuse have different schemes ({spelled})",
@@ -299,6 +307,12 @@ class _Planner:
         disk = {t.parameter.rpartition(".")[0]: n.rpartition(".")[0] for n, t in self.targets.items() if t.direct}
         dense = [n for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and n not in quantised]
         return sorted({name for module in dense for name in (module, disk.get(module, module))})
+
+    def _dense_experts(self) -> list[str]:
+        """Modules on disk that hold kept experts, one a number: `a.experts` for the tensor `a.experts.7.up.weight`."""
+        converted = [kept.entry.name for kept in self.kept if not self.targets[kept.entry.name].direct]
+        numbered = [re.match(r"(.*)\.\d+\.", name) for name in converted]
+        return sorted({match[1] for match in numbered if match})
 
 
 def output_specs(plan: Plan) -> list[TensorSpec]:

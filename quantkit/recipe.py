@@ -131,7 +131,7 @@ def load_recipe(name: str, settings: list[str] | None = None) -> Recipe:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern of a recipe (an exact name, or `re:` and a pattern matched from the start) fits a module name."""
+    """Whether a pattern (an exact name, or `re:` and a pattern matched from the start) fits a module name."""
     return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
 
 
@@ -149,7 +149,9 @@ def _apply_setting(value: Any, setting: str) -> None:
         elif isinstance(place, list) and part.isdigit() and int(part) < len(place):
             place = place[int(part)]
         else:
-            raise RecipeError(f"--set {key}: there is no {part!r} to go into", "check the key with quantkit recipes NAME")
+            raise RecipeError(
+                f"--set {key}: there is no {part!r} to go into", "check the key with quantkit recipes NAME"
+            )
     parsed = parse_yaml(text, f"--set {key}")
     if isinstance(place, dict):
         place[parts[-1]] = parsed

@@ -1,4 +1,4 @@
-"""Strict documents: YAML files and pydantic models in which an unknown key is an error that names the nearest known one."""
+"""Strict documents: YAML and pydantic models in which an unknown key is an error that names the nearest known one."""
 
 import difflib
 import json

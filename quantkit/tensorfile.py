@@ -123,7 +123,9 @@ def _check_layout(entries: list[TensorEntry], path: Path, base: int, size: int) 
     position = base
     for entry in entries:
         if entry.stop > size:
-            raise CheckpointError(f"{path}: tensor {entry.name!r} ends behind the end of the file (truncated)", _DAMAGED)
+            raise CheckpointError(
+                f"{path}: tensor {entry.name!r} ends behind the end of the file (truncated)", _DAMAGED
+            )
         if entry.start != position:
             kind = "overlaps another tensor" if entry.start < position else "leaves a hole before it"
             raise CheckpointError(f"{path}: tensor {entry.name!r} {kind}", _DAMAGED)
@@ -133,10 +135,10 @@ def _check_layout(entries: list[TensorEntry], path: Path, base: int, size: int) 
 
 
 def read_tensor(entry: TensorEntry) -> torch.Tensor:
-    """The whole tensor, in its dtype and shape, in memory of its own. Raises CheckpointError where the file is short."""
+    """The whole tensor in its dtype and shape, in its own memory. Raises CheckpointError for a file that is short."""
     data = torch.empty(entry.nbytes, dtype=torch.uint8)
     with entry.path.open("rb", buffering=0) as stream:
-        _read_into(stream.fileno(), memoryview(data.numpy()), entry.start, entry)
+        _read_into(stream.fileno(), _bytes_of(data), entry.start, entry)
     return data.view(entry.dtype).reshape(entry.shape)
 
 
@@ -145,8 +147,13 @@ def read_chunks(entry: TensorEntry) -> Iterator[torch.Tensor]:
     with entry.path.open("rb", buffering=0) as stream:
         for start in range(entry.start, entry.stop, _COPY_BYTES):
             data = torch.empty(min(_COPY_BYTES, entry.stop - start), dtype=torch.uint8)
-            _read_into(stream.fileno(), memoryview(data.numpy()), start, entry)
+            _read_into(stream.fileno(), _bytes_of(data), start, entry)
             yield data.view(entry.dtype)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a flat contiguous tensor."""
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _read_into(descriptor: int, buffer: memoryview, start: int, entry: TensorEntry) -> None:
@@ -202,7 +209,9 @@ def layout(path: Path, specs: list[TensorSpec]) -> FileLayout:
     entries = {}
     for spec in ordered:
         start, stop = records[spec.name]["data_offsets"]
-        entries[spec.name] = TensorEntry(spec.name, spec.dtype, spec.shape, path, len(header) + start, len(header) + stop)
+        entries[spec.name] = TensorEntry(
+            spec.name, spec.dtype, spec.shape, path, len(header) + start, len(header) + stop
+        )
     return FileLayout(header, entries)
 
 
@@ -227,15 +236,15 @@ class TensorFileWriter:
                 f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, planned {entry.dtype} {entry.shape}",
                 "report this as a defect of quantkit",
             )
-        data = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-        write_at(self._stream.fileno(), memoryview(data), entry.start)
+        data = _bytes_of(tensor.contiguous().reshape(-1))
+        write_at(self._stream.fileno(), data, entry.start)
 
     def write_chunks(self, name: str, chunks: Iterator[torch.Tensor]) -> None:
         """Write a tensor from the flat pieces that `read_chunks` yields."""
         entry = self._claim(name)
         position = entry.start
         for chunk in chunks:
-            data = memoryview(chunk.view(torch.uint8).numpy())
+            data = _bytes_of(chunk)
             write_at(self._stream.fileno(), data, position)
             position += len(data)
         if position != entry.stop:

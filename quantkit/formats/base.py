@@ -1,4 +1,4 @@
-"""What a format is: a small object that turns one QuantizedTensor into local tensors and back, and writes its config."""
+"""What a format is: a small object that turns one QuantizedTensor into stored tensors and back, and writes a config."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,8 +37,12 @@ class Format(Protocol):
         """The codes, scales and zeros of what `pack` wrote. Raises ArtifactError where the tensors do not fit."""
         ...
 
-    def config(self, layers: list[StoredLayer], dense: list[str]) -> dict[str, Any]:
-        """`quantization_config` for config.json; `dense` names linears that stay unquantised."""
+    def config(self, layers: list[StoredLayer], dense: list[str], experts: list[str]) -> dict[str, Any]:
+        """`quantization_config` for config.json.
+
+        dense: names of linears that stay unquantised. experts: modules on disk whose expert weights stay unquantised
+        and are stacked by the reader.
+        """
         ...
 
     def readers(self, layers: list[StoredLayer]) -> dict[str, str]:

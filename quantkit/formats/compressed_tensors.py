@@ -11,6 +11,7 @@ Our codes are already the unsigned ones of the file (`u = q + 2**(b-1)`), so pac
 A per-tensor scale is stored once a channel, because readers know only channels and groups for packed weights.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -26,6 +27,18 @@ from quantkit.types import QuantizedTensor, QuantScheme
 # Group sizes of vLLM's Marlin kernels; -1 stands for a scale a channel.
 _MARLIN_GROUPS = {-1, 32, 64, 128}
 
+# transformers decodes per-expert tensors before it stacks them, whatever the ignore list says, and drops those that are
+# not packed. It lets dense ones pass where the group of the experts is 8-bit float, and takes for that group the one
+# whose pattern says "experts". This pattern fits no module, so no reader applies the scheme to anything.
+_KEPT_EXPERTS: dict[str, Any] = {
+    "kept_experts": {
+        "targets": ["re:^no module: experts stay dense$"],
+        "input_activations": None,
+        "output_activations": None,
+        "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel", "dynamic": False},
+    }
+}
+
 
 class CompressedTensors:
     """`pack-quantized`, any of 2 to 8 bits, symmetric or with zero-points."""
@@ -39,7 +52,9 @@ class CompressedTensors:
             TensorSpec(f"{name}.weight_shape", torch.int64, (2,)),
         ]
         if not scheme.symmetric:
-            specs.append(TensorSpec(f"{name}.weight_zero_point", torch.int32, (packed_width(rows, scheme.bits), groups)))
+            specs.append(
+                TensorSpec(f"{name}.weight_zero_point", torch.int32, (packed_width(rows, scheme.bits), groups))
+            )
         return specs
 
     def pack(self, tensor: QuantizedTensor) -> dict[str, torch.Tensor]:
@@ -67,7 +82,7 @@ class CompressedTensors:
             raise ArtifactError(f"packed tensors do not fit the shape {rows} x {columns}", "convert again")
         return QuantizedTensor(codes, scales, zeros, scheme)
 
-    def config(self, layers: list[StoredLayer], dense: list[str]) -> dict[str, Any]:
+    def config(self, layers: list[StoredLayer], dense: list[str], experts: list[str]) -> dict[str, Any]:
         """One config group a scheme. A single scheme targets every Linear; several name their layers."""
         by_scheme: dict[tuple[int, int | None, bool], list[StoredLayer]] = defaultdict(list)
         for layer in layers:
@@ -88,8 +103,8 @@ class CompressedTensors:
             "quantization_status": "compressed",
             "global_compression_ratio": None,
             "kv_cache_scheme": None,
-            "ignore": sorted(dense),
-            "config_groups": groups,
+            "ignore": sorted(dense) + [rf"re:^{re.escape(name)}\." for name in sorted(experts)],
+            "config_groups": groups | (_KEPT_EXPERTS if experts else {}),
         }
         if _needs_dequantize(layers) and len(by_scheme) == 1:
             config["dequantize"] = True

@@ -1,0 +1,294 @@
+"""The command line. Progress and messages go to stderr, the result to stdout: a table, or one JSON object with --json.
+
+Exit codes: 0 done; 1 the check said no (verify, gate); 2 bad input or usage; 3 interrupted.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from quantkit.errors import InterruptedRunError, QuantkitError, UsageError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Quantise a language model, measure the exact file, and decide whether it may be released.",
+)
+_messages = Console(stderr=True, highlight=False)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python files that the model brings.")]
+
+
+@app.command()
+def convert(
+    model: Annotated[str, typer.Argument(help="Model directory, hub id (org/name[@revision]) or .gguf file.")],
+    recipe: Annotated[str, typer.Option(help="Name of a shipped recipe, or a path.")],
+    output: Annotated[Path | None, typer.Option(help="Directory to write; default MODELNAME-RECIPE.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one recipe key.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything and print the plan; read no weights.")
+    ] = False,
+    shard_size: Annotated[str, typer.Option(help="Largest weight file, as in 5GB or 500MB.")] = "5GB",
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Convert a checkpoint into a packed artifact."""
+    from quantkit.checkpoint import open_checkpoint
+    from quantkit.inspection import inspect_artifact, inspect_plan
+    from quantkit.pipeline import check_space
+    from quantkit.pipeline import convert as run
+    from quantkit.plan import make_plan
+    from quantkit.recipe import load_recipe
+
+    shard_bytes = _parse_size(shard_size)
+    chosen = load_recipe(recipe, set_)
+    checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
+    plan = make_plan(checkpoint, chosen)
+    target = output or Path(f"{Path(checkpoint.name).name}-{chosen.name}")
+    check_space(plan, target)
+    if dry_run:
+        _show(inspect_plan(plan), as_json)
+        return
+    for note in plan.notes:
+        _say(note)
+    total = sum(entry.nbytes for entry in checkpoint.entries.values())
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_messages) as bar:
+        task = bar.add_task("converting", total=total)
+        done = run(plan, target, shard_bytes=shard_bytes, progress=lambda _, size: bar.advance(task, size))
+    _say(f"wrote {target} in {done.seconds:.1f} s; identity {done.manifest.identity}")
+    _show(inspect_artifact(target) | {"path": str(target)}, as_json)
+
+
+@app.command("eval")
+def evaluate_command(
+    model: Annotated[str, typer.Argument(help="Artifact directory, or an unquantised model.")],
+    suite: Annotated[str, typer.Option(help="Name of a shipped suite, or a path.")] = "quick",
+    reference: Annotated[str | None, typer.Option(help="Model to compare with; default the artifact's source.")] = None,
+    limit: Annotated[int | None, typer.Option(help="At most N windows a text; the report cannot pass a gate.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Report file; default ARTIFACT/evals/SUITE.json.")] = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Measure the exact packed file: perplexity, and fidelity to the original."""
+    from quantkit.artifact import REPORTS
+    from quantkit.evaluate.loader import is_artifact
+    from quantkit.evaluate.run import evaluate
+    from quantkit.evaluate.suite import load_suite
+    from quantkit.report import write_report
+    from quantkit.tables import report_table
+
+    chosen = load_suite(suite)
+    with _windows_bar() as progress:
+        report = evaluate(
+            model,
+            chosen,
+            reference=reference,
+            limit=limit,
+            trust_remote_code=trust_remote_code,
+            progress=progress,
+        )
+    inside = Path(model) / REPORTS / f"{chosen.name}.json"
+    beside = Path(f"{report.subject.name.rpartition('/')[2]}.{chosen.name}.json")
+    path = output or (inside if is_artifact(model) else beside)
+    write_report(report, path)
+    for note in report.notes:
+        _say(note)
+    _say(f"wrote {path}")
+    if as_json:
+        _print_json(report.model_dump(mode="json") | {"path": str(path)})
+    else:
+        Console().print(report_table(report))
+
+
+@app.command()
+def verify(artifact: Annotated[Path, typer.Argument(help="Artifact directory.")], as_json: Json = False) -> None:
+    """Check every byte of an artifact against its manifest."""
+    from quantkit.artifact import verify as run
+    from quantkit.manifest import read_manifest
+
+    problems = run(artifact)
+    identity = read_manifest(artifact).identity
+    if as_json:
+        _print_json({"identity": identity, "verified": not problems, "problems": problems})
+    else:
+        for problem in problems or [f"every byte is as recorded; identity {identity}"]:
+            print(problem)
+    raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="Artifact directory, or an unquantised model.")],
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Show layers, schemes, bytes, bits per weight and fallbacks."""
+    from quantkit.checkpoint import open_checkpoint
+    from quantkit.evaluate.loader import is_artifact
+    from quantkit.inspection import inspect_artifact, inspect_checkpoint
+
+    if is_artifact(model):
+        _show(inspect_artifact(Path(model)), as_json)
+    else:
+        _show(inspect_checkpoint(open_checkpoint(model, trust_remote_code=trust_remote_code)), as_json)
+
+
+@app.command()
+def gate(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    policy: Annotated[str, typer.Option(help="Name of a shipped policy, or a path.")],
+    report: Annotated[Path | None, typer.Option(help="Report to judge; default that of the policy's suite.")] = None,
+    junit: Annotated[Path | None, typer.Option(help="Also write the verdict as JUnit XML.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Judge an artifact by a policy: exit code 0 pass, 1 fail, 2 cannot be judged."""
+    from quantkit.gates import gate as run
+    from quantkit.gates import load_policy, write_junit
+    from quantkit.tables import verdict_table
+
+    verdict = run(artifact, load_policy(policy), report)
+    if junit is not None:
+        write_junit(verdict, junit)
+    if as_json:
+        _print_json(verdict.values())
+    else:
+        Console().print(verdict_table(verdict))
+    raise typer.Exit(0 if verdict.passed else 1)
+
+
+@app.command()
+def recipes(name: Annotated[str | None, typer.Argument(help="Recipe to print.")] = None, as_json: Json = False) -> None:
+    """List the shipped recipes, or print one."""
+    from quantkit.data import shipped_names
+    from quantkit.recipe import load_recipe
+    from quantkit.schema import find_document
+    from quantkit.tables import pairs
+
+    if name is not None:
+        recipe = load_recipe(name)
+        if as_json:
+            _print_json(recipe.values)
+        else:
+            print(find_document("recipes", name).read_text(encoding="utf-8").rstrip())
+        return
+    found = {name: load_recipe(name).description for name in shipped_names("recipes")}
+    if as_json:
+        _print_json(found)
+    else:
+        Console().print(pairs("recipes", found))
+
+
+@app.command()
+def demo(
+    output: Annotated[Path | None, typer.Option(help="Directory to write; default BASE-RECIPE here.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Run the whole pipeline on a small real model: convert, verify, eval, gate."""
+    from quantkit.demo import base_checkpoint, load_demo, run_demo
+    from quantkit.tables import pairs, verdict_table
+
+    chosen = load_demo()
+    base = base_checkpoint(chosen, _say)
+    target = output or Path(f"{chosen.name}-{chosen.recipe}")
+    with _windows_bar() as progress:
+        result = run_demo(chosen, base, target, _say, progress)
+    if as_json:
+        _print_json(result.values())
+        return
+    console = Console()
+    console.print(pairs("demo", result.rows()))
+    console.print(verdict_table(result.verdict))
+    raise typer.Exit(0 if result.verdict.passed else 1)
+
+
+def main() -> None:
+    """Entry point: typed errors become one line on stderr and their exit code."""
+    # Weights and text come from where the user points; nothing phones home.
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    signal.signal(signal.SIGTERM, _raise_interrupt)
+    try:
+        app(standalone_mode=False)
+    except QuantkitError as error:
+        _fail(str(error), error.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        stopped = InterruptedRunError(
+            "interrupted", "run the same command again; nothing was left under the final name"
+        )
+        _fail(str(stopped), stopped.exit_code)
+    except typer.Exit as leave:
+        sys.exit(leave.exit_code)
+    except Exception as error:
+        show = getattr(error, "format_message", None)  # click's usage errors
+        if show is None:
+            raise
+        _fail(f"{show()} (see quantkit --help)", 2)
+
+
+def _raise_interrupt(number: int, frame: Any) -> None:  # noqa: ARG001
+    raise KeyboardInterrupt
+
+
+def _fail(line: str, code: int) -> None:
+    print("quantkit: " + " ".join(line.split()), file=sys.stderr)
+    sys.exit(code)
+
+
+def _say(text: str) -> None:
+    _messages.print(text, markup=False)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False))
+
+
+def _show(found: dict[str, Any], as_json: bool) -> None:
+    from quantkit.tables import inspection_tables
+
+    if as_json:
+        _print_json(found)
+        return
+    console = Console()
+    for table in inspection_tables(found):
+        console.print(table)
+
+
+@contextmanager
+def _windows_bar() -> Iterator[Any]:
+    """A progress callback for evaluation: called with the total once, then with None after each window."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=_messages) as bar:
+        task = bar.add_task("evaluating", total=None, visible=False)
+
+        def step(total: int | None) -> None:
+            if total is None:
+                bar.advance(task)
+            else:
+                bar.update(task, total=total, visible=True)
+
+        yield step
+
+
+def _parse_size(text: str) -> int:
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
+    for unit, factor in units.items():
+        number = text.upper().removesuffix(unit)
+        if number != text.upper() and number.strip().replace(".", "", 1).isdigit() and float(number) > 0:
+            return int(float(number) * factor)
+    raise UsageError(f"--shard-size {text!r} is not a size", "write for example 5GB or 500MB")
+
+
+if __name__ == "__main__":
+    main()

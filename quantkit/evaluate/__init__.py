@@ -1,0 +1,1 @@
+"""Evaluation of the exact packed file: loading, protocol, perplexity, fidelity, uncertainty, reports."""

@@ -1,0 +1,153 @@
+"""A model that computes from the packed file: codes stay packed in memory and are unpacked one layer at a time.
+
+The reference loader of the format is never called: what is measured is our reading of the bytes, and tests hold it
+against an independent decoder and against transformers.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
+
+from quantkit.affine import dequantize
+from quantkit.blocks import build_skeleton
+from quantkit.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
+from quantkit.errors import ArtifactError, CheckpointError
+from quantkit.formats import FORMATS, Format
+from quantkit.manifest import MANIFEST_FILE, LayerRecord, read_manifest
+from quantkit.tensorfile import TensorEntry, read_tensor
+from quantkit.types import QuantScheme
+
+
+class PackedLinear(nn.Module):
+    """A linear whose weight `[out, in]` exists only as the packed tensors of the file.
+
+    Each forward unpacks the layer, multiplies, and forgets it. `arithmetic` is the dtype in which codes are multiplied
+    with scales: float32 is exact.
+    """
+
+    def __init__(
+        self,
+        stored: Mapping[str, torch.Tensor],
+        format: Format,
+        scheme: QuantScheme,
+        dense: nn.Linear,
+        arithmetic: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.format, self.scheme, self.arithmetic = format, scheme, arithmetic
+        self.out_features, self.in_features, self.dtype = dense.out_features, dense.in_features, dense.weight.dtype
+        self._names = list(stored)
+        for name, tensor in stored.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self.bias = dense.bias
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantised weight `[out, in]`, in the dtype of the dense linear it stands for; made on each access."""
+        stored = {name: getattr(self, name) for name in self._names}
+        return dequantize(self.format.unpack(stored, self.scheme), self.dtype, self.arithmetic)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(inputs, self.weight, self.bias)
+
+
+def load_artifact(
+    artifact: str | Path,
+    device: str = "cpu",
+    *,
+    dtype: torch.dtype | None = None,
+    arithmetic: str = "exact",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The model of an artifact, its quantised linears packed in memory.
+
+    dtype: of activations and kept tensors, default the checkpoint's. arithmetic: "exact" multiplies codes and scales in
+    float32; "stored" in the dtype of the stored scales, as readers do that decode on load.
+
+    Raises ArtifactError (no manifest, tensors missing or not fitting) and CheckpointError (broken weight files).
+    """
+    if arithmetic not in {"exact", "stored"}:
+        raise ValueError(f"arithmetic is 'exact' or 'stored', not {arithmetic!r}")
+    path = Path(artifact)
+    manifest = read_manifest(path)
+    checkpoint = open_checkpoint(str(path), trust_remote_code=trust_remote_code)
+    # The skeleton is the dense model; the quantisation is ours to apply.
+    if hasattr(checkpoint.config, "quantization_config"):
+        del checkpoint.config.quantization_config
+    model = build_skeleton(checkpoint, dtype, real_buffers=True)
+    format = FORMATS[manifest.format]
+    entries = dict(checkpoint.entries)
+    for layer in manifest.layers:
+        stored = _take_layer(entries, layer, format, path)
+        scheme = layer.scheme.scheme
+        product = torch.float32 if arithmetic == "exact" else scheme.torch_scale_dtype
+        parent_name, _, leaf = layer.module.rpartition(".")
+        parent = model.get_submodule(parent_name)
+        dense = getattr(parent, leaf)
+        setattr(parent, leaf, PackedLinear(stored, format, scheme, dense, product))
+    _load_dense(model, entries, checkpoint)
+    return model.to(device)
+
+
+def load_checkpoint(
+    checkpoint: Checkpoint, device: str = "cpu", *, dtype: torch.dtype | None = None
+) -> PreTrainedModel:
+    """The unquantised model of a checkpoint, through the same loader."""
+    model = build_skeleton(checkpoint, dtype, real_buffers=True)
+    _load_dense(model, dict(checkpoint.entries), checkpoint)
+    return model.to(device)
+
+
+def is_artifact(model: str | Path) -> bool:
+    """Whether MODEL is an artifact of ours rather than a checkpoint."""
+    return (Path(model) / MANIFEST_FILE).is_file()
+
+
+def _take_layer(
+    entries: dict[str, TensorEntry], layer: LayerRecord, format: Format, path: Path
+) -> dict[str, torch.Tensor]:
+    """Read and remove the tensors of one quantised layer from `entries`, by local name."""
+    specs = format.spec(layer.name, layer.shape, layer.scheme.scheme)
+    stored = {}
+    for spec in specs:
+        entry = entries.pop(spec.name, None)
+        if entry is None or entry.dtype != spec.dtype or entry.shape != spec.shape:
+            raise ArtifactError(f"{path}: tensor {spec.name!r} is missing or has another shape", "run quantkit verify")
+        stored[spec.name.removeprefix(layer.name + ".")] = read_tensor(entry)
+    return stored
+
+
+class _Lazy:
+    """A tensor that is read when the loader of transformers asks for its values."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self._entry = entry
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return read_tensor(self._entry)[index]
+
+
+def _load_dense(model: PreTrainedModel, entries: dict[str, TensorEntry], checkpoint: Checkpoint) -> None:
+    """Fill every parameter that is not packed, renamed and merged as transformers does; tie what the config ties.
+
+    Raises CheckpointError where a tensor on disk fits nothing, or a parameter got no tensor.
+    """
+    settings = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model), dtype=model.dtype)
+    lazy = {name: _Lazy(entry) for name, entry in entries.items()}
+    with quiet_transformers(), torch.no_grad():
+        info, _ = convert_and_load_state_dict_in_model(model, lazy, settings, None)
+        if info.conversion_errors or info.mismatched_keys:
+            problem = next(iter([*info.conversion_errors, *info.mismatched_keys]))
+            raise CheckpointError(f"{checkpoint.name}: tensor {problem} does not fit the model", "run quantkit verify")
+        model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if empty:
+        raise CheckpointError(f"{checkpoint.name}: no tensor on disk becomes {empty[0]!r}", "run quantkit verify")
+    model.requires_grad_(False)

@@ -1,0 +1,169 @@
+"""`quantkit eval`: load the exact file, score it beside its reference, and write what was found."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from quantkit.artifact import verify
+from quantkit.canonical import sha256_json
+from quantkit.checkpoint import Checkpoint, open_checkpoint
+from quantkit.errors import ArtifactError, CheckpointError, ReportError
+from quantkit.evaluate.loader import is_artifact, load_artifact, load_checkpoint
+from quantkit.evaluate.protocol import Windows, load_windows, protocol_hash, protocol_record
+from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows
+from quantkit.evaluate.suite import Corpus, Suite
+from quantkit.evaluate.uncertainty import RESAMPLES, SEED
+from quantkit.manifest import RUN_FILE, read_manifest
+from quantkit.pipeline import peak_resident_bytes, source_files
+from quantkit.report import REPORT_VERSION, Report, Subject, SuiteRecord
+from quantkit.schema import read_json
+
+# Told the total number of windows once, then called after each.
+Progress = Callable[[int | None], None]
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model that can be scored: its subject record, its checkpoint view, and how to load it."""
+
+    subject: Subject
+    checkpoint: Checkpoint
+    load: Callable[[torch.dtype | None], PreTrainedModel]
+
+
+def evaluate(
+    model: str,
+    suite: Suite,
+    *,
+    reference: str | None = None,
+    limit: int | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress = lambda _: None,
+) -> Report:
+    """Evaluate an artifact or a checkpoint on `suite`.
+
+    The reference is the one given, or for an artifact the source that its run record names, where that can be read and
+    is the one in the manifest. Raises typed errors for everything that a user can cause.
+    """
+    started = time.time()
+    opened = open_model(model, trust_remote_code)
+    beside, notes = _open_reference(model, reference, opened, trust_remote_code)
+    if suite.fidelity is not None and beside is None:
+        notes.append("fidelity was not measured: there is no reference")
+    limited = suite.limited(limit)
+    tokenizer = opened.checkpoint.tokenizer()
+    corpora = _corpora(limited, beside is not None)
+    windows = {key: load_windows(c.text, tokenizer, c.windows, c.length, suite.bos) for key, c in corpora.items()}
+    if beside is not None:
+        _check_vocabulary(opened, beside)
+    subject = opened.load(None)
+    expected = None if beside is None else beside.load(subject.dtype)
+    progress(sum(len(part.ids) for part in windows.values()))
+    scores = {key: score_windows(subject, part.ids, expected, lambda: progress(None)) for key, part in windows.items()}
+    record = protocol_record(windows, subject.dtype, {"resamples": RESAMPLES, "seed": SEED})
+    return Report(
+        schema_version=REPORT_VERSION,
+        identity=opened.subject.identity,
+        subject=opened.subject,
+        reference=None if beside is None else beside.subject,
+        suite=SuiteRecord(name=suite.name, sha256=suite.sha256, limit=limit),
+        protocol=protocol_hash(record),
+        protocol_record=record,
+        metrics=_metrics(limited, scores, beside is not None),
+        notes=notes,
+        run=_run(started, windows),
+    )
+
+
+def open_model(model: str, trust_remote_code: bool = False) -> Opened:
+    """An artifact (verified byte by byte first) or a checkpoint. Raises ArtifactError and CheckpointError."""
+    if not is_artifact(model):
+        checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
+        if getattr(checkpoint.config, "quantization_config", None) is not None:
+            raise CheckpointError(
+                f"{checkpoint.name} is quantised and has no manifest", "evaluate what quantkit convert wrote"
+            )
+        identity = sha256_json([record.model_dump() for record in source_files(checkpoint)])
+        subject = Subject(kind="checkpoint", name=checkpoint.name, identity=identity)
+        return Opened(subject, checkpoint, lambda dtype: load_checkpoint(checkpoint, dtype=dtype))
+    path = Path(model)
+    problems = verify(path)
+    if problems:
+        raise ArtifactError(
+            f"{path} is not what its manifest says ({problems[0]})", "run quantkit verify for all of it"
+        )
+    subject = Subject(kind="artifact", name=path.resolve().name, identity=read_manifest(path).identity)
+    checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
+    return Opened(
+        subject, checkpoint, lambda dtype: load_artifact(path, dtype=dtype, trust_remote_code=trust_remote_code)
+    )
+
+
+def _open_reference(
+    model: str, reference: str | None, opened: Opened, trust_remote_code: bool
+) -> tuple[Opened | None, list[str]]:
+    """The reference to compare with, and notes on why there is none."""
+    if reference is not None:
+        return open_model(reference, trust_remote_code), []
+    if opened.subject.kind == "checkpoint":
+        return None, []
+    run = Path(model) / RUN_FILE
+    source = read_json(run, ReportError, "pass --reference").get("source_path") if run.is_file() else None
+    if not source:
+        return None, [f"no reference: {RUN_FILE} names no source; pass --reference"]
+    try:
+        found = open_model(source, trust_remote_code)
+    except (CheckpointError, ArtifactError) as error:
+        return None, [f"no reference: {error.problem}; pass --reference"]
+    recorded = sha256_json([record.model_dump() for record in read_manifest(Path(model)).source.files])
+    if found.subject.identity != recorded:
+        return None, [f"no reference: {source} has changed since the conversion; pass --reference"]
+    return found, []
+
+
+def _check_vocabulary(opened: Opened, beside: Opened) -> None:
+    text = "Evidence EV-0142 证据，阀门 3.5 MPa."
+    if opened.checkpoint.tokenizer()(text)["input_ids"] != beside.checkpoint.tokenizer()(text)["input_ids"]:
+        raise ReportError(
+            f"{beside.subject.name} has another tokenizer than {opened.subject.name}",
+            "pass the checkpoint that the artifact was made from as --reference",
+        )
+
+
+def _corpora(suite: Suite, with_reference: bool) -> dict[str, Corpus]:
+    """What is scored, by key. The fidelity corpus shares its run with perplexity where text and windows agree."""
+    corpora = {corpus.text: corpus for corpus in suite.perplexity}
+    if suite.fidelity is not None and with_reference and suite.fidelity not in corpora.values():
+        corpora[_fidelity_key(suite)] = suite.fidelity
+    return corpora
+
+
+def _fidelity_key(suite: Suite) -> str:
+    assert suite.fidelity is not None
+    return suite.fidelity.text if suite.fidelity in suite.perplexity else f"fidelity:{suite.fidelity.text}"
+
+
+def _metrics(suite: Suite, scores: dict[str, Scores], with_reference: bool) -> dict[str, Any]:
+    metrics: dict[str, Any] = {
+        "perplexity": {corpus.text: perplexity_metrics(scores[corpus.text]) for corpus in suite.perplexity}
+    }
+    if suite.fidelity is not None and with_reference:
+        metrics["fidelity"] = fidelity_metrics(scores[_fidelity_key(suite)])
+    return metrics
+
+
+def _run(started: float, windows: dict[str, Windows]) -> dict[str, Any]:
+    libraries = ("quantkit", "torch", "transformers", "numpy")
+    return {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        "seconds": round(time.time() - started, 3),
+        "scored_tokens": sum(part.count for part in windows.values()),
+        "peak_resident_bytes": peak_resident_bytes(),
+        "versions": {name: version(name) for name in libraries},
+    }

@@ -1,0 +1,200 @@
+"""The gate: a policy's limits against a report and a manifest, for a release pipeline to stop on."""
+
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from quantkit.artifact import REPORTS, verify
+from quantkit.canonical import sha256_json
+from quantkit.errors import ReportError
+from quantkit.files import replace_file
+from quantkit.manifest import Manifest, read_manifest
+from quantkit.report import Report, read_report
+from quantkit.schema import Strict, find_document, read_yaml, validate
+
+Outcome = Literal["pass", "fail"]
+
+
+class Limit(Strict):
+    """One bound. metric: `manifest.<number>` or a path into the report's metrics.
+
+    upper: compare the pessimistic end of the confidence interval, the high end against `max`, the low against `min`.
+    """
+
+    metric: str
+    max: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    min: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    upper: bool = False
+
+    @model_validator(mode="after")
+    def _one_bound(self) -> "Limit":
+        if (self.max is None) == (self.min is None):
+            raise ValueError("give exactly one of max and min")
+        return self
+
+    @property
+    def bound(self) -> float:
+        bound = self.max if self.max is not None else self.min
+        assert bound is not None
+        return bound
+
+
+class Requirements(Strict):
+    """What must hold beside the limits. corpora_at_least: how many texts the perplexity was measured on."""
+
+    verified: Literal[True] = True
+    identity_matches_report: Literal[True] = True
+    corpora_at_least: Annotated[int, Field(ge=1)] = 1
+
+
+class Policy(Strict):
+    """A whole policy. suite: the suite whose report is judged when no report is named."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    description: str = ""
+    suite: str = "quick"
+    require: Requirements = Requirements()
+    limits: Annotated[list[Limit], Field(min_length=1)]
+
+    @property
+    def sha256(self) -> str:
+        return sha256_json(self.model_dump(mode="json"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One judged line. margin: how far inside the bound the value is (negative: outside), in the metric's unit."""
+
+    check: str
+    limit: str
+    value: str
+    margin: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The gate's answer for one artifact, one report and one policy."""
+
+    identity: str
+    policy: Policy
+    rows: list[Row]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.outcome == "pass" for row in self.rows)
+
+    def values(self) -> dict[str, Any]:
+        """The verdict as plain values for --json."""
+        return {
+            "identity": self.identity,
+            "policy": self.policy.name,
+            "policy_sha256": self.policy.sha256,
+            "verdict": "pass" if self.passed else "fail",
+            "checks": [vars(row) for row in self.rows],
+        }
+
+
+def load_policy(name: str) -> Policy:
+    """The policy of a shipped name or a path. Raises SchemaError."""
+    path = find_document("evals/policies", name)
+    return validate(Policy, read_yaml(path), f"policy {path.name}")
+
+
+def gate(artifact: Path, policy: Policy, report_path: Path | None = None) -> Verdict:
+    """Judge an artifact.
+
+    Raises ArtifactError (no manifest) and ReportError: no report, a report of other bytes, a truncated run, or a metric
+    that the policy bounds and the report does not have. None of these can be judged, so none is a pass or a fail.
+    """
+    manifest = read_manifest(artifact)
+    path = report_path or artifact / REPORTS / f"{policy.suite}.json"
+    report = read_report(path)
+    _refuse_foreign(report, manifest, path)
+    problems = verify(artifact)
+    rows = [
+        Row("artifact verified", "every byte", problems[0] if problems else "every byte", "", _outcome(not problems))
+    ]
+    rows.append(_corpora_row(report, policy.require.corpora_at_least))
+    rows += [_judge(limit, report, manifest, path) for limit in policy.limits]
+    return Verdict(manifest.identity, policy, rows)
+
+
+def write_junit(verdict: Verdict, path: Path) -> None:
+    """Write the verdict as JUnit XML, one test case a check. Raises ReportError where it cannot be written."""
+    failures = sum(row.outcome == "fail" for row in verdict.rows)
+    suite = ElementTree.Element(
+        "testsuite",
+        name=f"quantkit gate {verdict.policy.name}",
+        tests=str(len(verdict.rows)),
+        failures=str(failures),
+        errors="0",
+    )
+    properties = ElementTree.SubElement(suite, "properties")
+    ElementTree.SubElement(properties, "property", name="identity", value=verdict.identity)
+    for row in verdict.rows:
+        case = ElementTree.SubElement(suite, "testcase", classname=f"gate.{verdict.policy.name}", name=row.check)
+        text = f"value {row.value}, limit {row.limit}, margin {row.margin or 'none'}"
+        if row.outcome == "fail":
+            ElementTree.SubElement(case, "failure", message=text)
+        else:
+            ElementTree.SubElement(case, "system-out").text = text
+    ElementTree.indent(suite)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True))
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error.strerror}", "choose another --junit") from None
+
+
+def _refuse_foreign(report: Report, manifest: Manifest, path: Path) -> None:
+    if report.identity != manifest.identity:
+        raise ReportError(
+            f"{path} is the report of {report.identity[:12]}, this artifact is {manifest.identity[:12]}",
+            "run quantkit eval on this artifact",
+        )
+    if report.suite.limit is not None:
+        raise ReportError(
+            f"{path} is of a run cut short by --limit {report.suite.limit}", "run quantkit eval without --limit"
+        )
+
+
+def _corpora_row(report: Report, needed: int) -> Row:
+    found = len(report.metrics.get("perplexity", {}))
+    return Row("corpora", f">= {needed}", str(found), f"{found - needed:+d}", _outcome(found >= needed))
+
+
+def _judge(limit: Limit, report: Report, manifest: Manifest, path: Path) -> Row:
+    metric = _lookup(limit.metric, report, manifest, path)
+    end = "high" if limit.max is not None else "low"
+    if limit.upper and end not in metric:
+        raise ReportError(
+            f"{path} has no confidence interval for {limit.metric}, whose pessimistic end the policy bounds",
+            "evaluate on more than one window, or drop upper from the policy",
+        )
+    value = metric[end if limit.upper else "value"]
+    margin = limit.bound - value if limit.max is not None else value - limit.bound
+    sign = "<=" if limit.max is not None else ">="
+    name = f"{limit.metric} ({end} end)" if limit.upper else limit.metric
+    return Row(name, f"{sign} {limit.bound:g}", f"{value:.6g}", f"{margin:+.4g}", _outcome(margin >= 0))
+
+
+def _lookup(metric: str, report: Report, manifest: Manifest, path: Path) -> dict[str, float]:
+    if metric.startswith("manifest."):
+        number = manifest.metric(metric.removeprefix("manifest."))
+        if number is not None:
+            return {"value": number}
+        raise ReportError(f"the manifest has no number {metric!r}", "correct the metric in the policy")
+    found = report.metric(metric)
+    if found is None:
+        raise ReportError(
+            f"{path} has no metric {metric!r}", "run the suite that measures it (with --reference where it needs one)"
+        )
+    return found
+
+
+def _outcome(passed: bool) -> Outcome:
+    return "pass" if passed else "fail"

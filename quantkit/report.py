@@ -1,0 +1,82 @@
+"""Reports: what an evaluation found, bound to the identity of the bytes and the hash of the protocol."""
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from quantkit.errors import ReportError
+from quantkit.files import replace_file
+from quantkit.schema import Strict, read_json, validate
+
+REPORT_VERSION: Literal[1] = 1
+
+
+class Subject(Strict):
+    """What was evaluated: an artifact by its identity, or a checkpoint by the hash of its file hashes."""
+
+    kind: Literal["artifact", "checkpoint"]
+    name: str
+    identity: str
+
+
+class SuiteRecord(Strict):
+    """The suite by name and hash; limit: windows a text that `--limit` left, or null for the whole suite."""
+
+    name: str
+    sha256: str
+    limit: int | None
+
+
+class Report(Strict):
+    """A whole report. `metrics` is addressed by dotted paths; a metric with an interval is {value, low, high}."""
+
+    schema_version: Literal[1]
+    identity: str
+    subject: Subject
+    reference: Subject | None
+    suite: SuiteRecord
+    protocol: str
+    protocol_record: dict[str, Any]
+    metrics: dict[str, Any]
+    notes: list[str]
+    run: dict[str, Any]
+
+    def metric(self, path: str) -> dict[str, float] | None:
+        """The metric at a dotted path as {value[, low, high]}, or None where the report has no such number.
+
+        Names may hold dots themselves, so each level takes the longest key that fits.
+        """
+        found = _walk(self.metrics, path.split("."))
+        if isinstance(found, bool) or not isinstance(found, int | float | dict):
+            return None
+        if isinstance(found, dict):
+            return found if isinstance(found.get("value"), int | float) else None
+        return {"value": float(found)}
+
+
+def write_report(report: Report, path: Path) -> None:
+    """Write a report, replacing an older one of the same name as a whole. Raises ReportError where it cannot."""
+    data = json.dumps(report.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, data.encode() + b"\n")
+    except OSError as error:
+        raise ReportError(f"{path} cannot be written: {error.strerror}", "choose another --output") from None
+
+
+def read_report(path: Path) -> Report:
+    """Read a report. Raises ReportError: missing, unreadable, or not a report of this version."""
+    action = "run quantkit eval to make one"
+    return validate(Report, read_json(path, ReportError, action), str(path), ReportError, action)
+
+
+def _walk(value: Any, parts: list[str]) -> Any:
+    if not parts:
+        return value
+    if not isinstance(value, dict):
+        return None
+    for length in range(len(parts), 0, -1):
+        key = ".".join(parts[:length])
+        if key in value:
+            return _walk(value[key], parts[length:])
+    return None

@@ -1,0 +1,139 @@
+"""Tables for people: every command's result as rich renderables."""
+
+from collections import Counter
+from typing import Any
+
+from rich.table import Table
+
+from quantkit.gates import Verdict
+from quantkit.report import Report
+
+
+def pairs(title: str, values: dict[str, str]) -> Table:
+    """A two-column table."""
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    for key, value in values.items():
+        table.add_row(key, value)
+    return table
+
+
+def inspection_tables(found: dict[str, Any]) -> list[Table]:
+    """Tables of `inspect` and `--dry-run`: a summary, layers grouped by scheme, kept tensors by reason, fallbacks."""
+    if found["kind"] == "checkpoint":
+        return [pairs(f"checkpoint {found['name']}", _checkpoint_summary(found))]
+    tables = [pairs(f"{found['kind']} {found['name']}", _summary(found)), _scheme_table(found)]
+    if found["fallbacks"]:
+        tables.append(_fallback_table(found["fallbacks"]))
+    return tables
+
+
+def report_table(report: Report) -> Table:
+    """Every metric with its interval."""
+    table = Table(title=f"{report.subject.name}  {report.identity[:12]}", title_justify="left")
+    for column in ("metric", "value", "95% interval"):
+        table.add_column(column, justify="left" if column == "metric" else "right")
+    for path, metric in flat_metrics(report.metrics):
+        span = f"{metric['low']:.5g} .. {metric['high']:.5g}" if "low" in metric else ""
+        table.add_row(path, f"{metric['value']:.5g}", span)
+    return table
+
+
+def flat_metrics(metrics: dict[str, Any], prefix: str = "") -> list[tuple[str, dict[str, float]]]:
+    """Metrics with their dotted paths, in order; plain counts are left out."""
+    found = []
+    for name, value in metrics.items():
+        if isinstance(value, dict) and "value" in value and not isinstance(value["value"], dict):
+            found.append((prefix + name, value))
+        elif isinstance(value, dict):
+            found += flat_metrics(value, f"{prefix}{name}.")
+    return found
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """Each limit, the value and the margin."""
+    title = f"gate {verdict.policy.name}  {verdict.identity[:12]}"
+    table = Table(title=title, title_justify="left")
+    for column in ("check", "limit", "value", "margin", "verdict"):
+        table.add_column(column, justify="left" if column == "check" else "right")
+    for row in verdict.rows:
+        style = "green" if row.outcome == "pass" else "bold red"
+        table.add_row(row.check, row.limit, row.value, row.margin, f"[{style}]{row.outcome}[/]")
+    return table
+
+
+def _summary(found: dict[str, Any]) -> dict[str, str]:
+    totals = found["totals"]
+    reasons = Counter(kept["reason"] for kept in found["kept"])
+    rows: dict[str, str] = {key: str(found[key]) for key in ("identity", "source", "recipe") if key in found}
+    rows["quantised"] = f"{len(found['layers'])} linears, {totals['quantised_parameters']:,} weights"
+    for reason, count in reasons.items():
+        rows[f"kept ({count})"] = reason if f"kept ({count})" not in rows else f"{rows[f'kept ({count})']}; {reason}"
+    if found["dropped"]:
+        rows["dropped"] = ", ".join(f"{dropped['name']} ({dropped['reason']})" for dropped in found["dropped"])
+    if totals["bits_per_weight"] is not None:
+        rows["bits per weight"] = (
+            f"{totals['bits_per_weight']:.4f} stored, {totals['bits_per_weight_nominal']:.4f} nominal"
+        )
+    rows["bits per parameter"] = f"{totals['bits_per_parameter']:.4f} over the whole model"
+    rows["weight files"] = f"{_size(totals['weight_bytes'])} (source {_size(totals['source_weight_bytes'])})"
+    if "needs" in found:
+        rows["needs"] = (
+            f"{_size(found['needs']['disk_bytes'])} disk, about {_size(found['needs']['memory_bytes'])} memory"
+        )
+    rows |= {f"loads in {reader}": answer for reader, answer in found["readers"].items()}
+    rows |= {f"not copied: {name}": reason for name, reason in found.get("not_copied", {}).items()}
+    if found["notes"]:
+        rows["notes"] = "; ".join(found["notes"])
+    return rows
+
+
+def _checkpoint_summary(found: dict[str, Any]) -> dict[str, str]:
+    shapes = Counter(f"{rows} x {columns}" for rows, columns in found["linears"].values())
+    return {
+        "dtype": found["dtype"],
+        "blocks": f"{found['blocks']['count']} in {found['blocks']['name']}",
+        "linears": ", ".join(f"{count} of {shape}" for shape, count in shapes.items()) or "none",
+        "tensors": str(found["tensors"]),
+        "parameters": f"{found['parameters']:,}",
+        "weight files": _size(found["weight_bytes"]),
+        "side files": ", ".join(found["side_files"]),
+    }
+
+
+def _scheme_table(found: dict[str, Any]) -> Table:
+    """Layers of one scheme and shape in one row."""
+    table = Table()
+    for column in ("linears", "shape", "scheme", "bits nominal", "bits stored", "relative error"):
+        table.add_column(column, justify="left" if column == "scheme" else "right")
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for layer in found["layers"]:
+        groups.setdefault((f"{layer['shape'][0]} x {layer['shape'][1]}", layer["scheme"]), []).append(layer)
+    for (shape, scheme), layers in groups.items():
+        stored = f"{layers[0]['bits_per_weight']:.4f}" if "bits_per_weight" in layers[0] else ""
+        errors = [layer["error"]["relative"] for layer in layers if "error" in layer]
+        spread = f"{min(errors):.4f} .. {max(errors):.4f}" if errors else ""
+        table.add_row(str(len(layers)), shape, scheme, f"{layers[0]['bits_nominal']:.4f}", stored, spread)
+    return table
+
+
+def _fallback_table(fallbacks: list[dict[str, str]]) -> Table:
+    """What was done differently from the recipe, equal details in one row."""
+    table = Table(title=f"{len(fallbacks)} fallbacks", title_justify="left")
+    for column in ("layers", "first", "what"):
+        table.add_column(column)
+    details: dict[str, list[str]] = {}
+    for fallback in fallbacks:
+        details.setdefault(fallback["detail"], []).append(fallback["layer"])
+    for detail, layers in details.items():
+        table.add_row(str(len(layers)), layers[0], detail)
+    return table
+
+
+def _size(count: int) -> str:
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count = count / 1000  # type: ignore[assignment]
+    return f"{count:.4g} GB"

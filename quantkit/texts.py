@@ -1,0 +1,217 @@
+"""Texts: named, hashed sources of documents, for evaluation and calibration.
+
+A definition is YAML with one source: a file beside it, a `datasets` id, or a file that a package ships. A path to a
+plain text, JSONL or parquet file works in place of a name.
+"""
+
+import bz2
+import io
+import itertools
+import json
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from quantkit.canonical import sha256_bytes
+from quantkit.data import data_dir, shipped_names
+from quantkit.errors import TextError
+from quantkit.material import PackageFile, package_file
+from quantkit.schema import Strict, read_yaml, validate
+
+Layout = Literal["text", "lines", "jsonl", "parquet", "json-values", "mediawiki"]
+
+# Where named texts are defined, in this order.
+_FOLDERS = ("evals/texts", "calib")
+_LAYOUT_OF_SUFFIX: dict[str, Layout] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+
+
+class DatasetSource(Strict):
+    """A dataset on the hub (or a local dataset folder), read through `datasets`."""
+
+    id: str
+    config: str | None = None
+    split: str
+    revision: str | None = None
+
+
+class TextDefinition(Strict):
+    """A text by name. Exactly one of file, package and dataset.
+
+    field: the column of structured layouts. documents: take only the first so many.
+    """
+
+    name: str
+    description: str
+    language: str
+    license: str
+    file: str | None = None
+    package: PackageFile | None = None
+    dataset: DatasetSource | None = None
+    layout: Layout = "text"
+    field: str = "text"
+    documents: Annotated[int, Field(ge=1)] | None = None
+    separator: str = "\n\n"
+
+    @model_validator(mode="after")
+    def _one_source(self) -> "TextDefinition":
+        if sum(source is not None for source in (self.file, self.package, self.dataset)) != 1:
+            raise ValueError("give exactly one of file, package and dataset")
+        return self
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents in order, and how they are joined. Blank documents are left out."""
+
+    name: str
+    language: str
+    documents: list[str]
+    separator: str
+
+    @property
+    def joined(self) -> str:
+        return self.separator.join(self.documents)
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the joined text in UTF-8."""
+        return sha256_bytes(self.joined.encode())
+
+
+def load_text(name: str) -> Text:
+    """The text of a shipped name, of a YAML definition, or of a .txt, .md, .jsonl or .parquet file.
+
+    Raises TextError: nothing there, cannot be fetched, wrong layout, no documents.
+    """
+    path = Path(name)
+    if path.suffix in _LAYOUT_OF_SUFFIX:
+        if not path.is_file():
+            raise TextError(f"text file {name} does not exist", "give an existing file or a shipped name")
+        documents = _read(path, _LAYOUT_OF_SUFFIX[path.suffix], "text")
+        return _text(path.name, "und", documents, "\n\n")
+    definition_path = path if path.suffix in {".yaml", ".yml"} else _find(name)
+    definition = validate(TextDefinition, read_yaml(definition_path), f"text {definition_path.name}")
+    documents = itertools.islice(_documents(definition, definition_path), definition.documents)
+    return _text(definition.name, definition.language, documents, definition.separator)
+
+
+def _find(name: str) -> Path:
+    for folder in _FOLDERS:
+        path = data_dir(folder) / f"{name}.yaml"
+        if path.is_file():
+            return path
+    known = sorted({known for folder in _FOLDERS for known in shipped_names(folder)})
+    raise TextError(f"no text is named {name!r}", f"use one of {', '.join(known)}, or a path to a file")
+
+
+def _text(name: str, language: str, documents: Iterator[str], separator: str) -> Text:
+    kept = [document.strip() for document in documents if document.strip()]
+    if not kept:
+        raise TextError(f"text {name} holds no documents", "check its file and its field")
+    return Text(name, language, kept, separator)
+
+
+def _documents(definition: TextDefinition, origin: Path) -> Iterator[str]:
+    if definition.dataset is not None:
+        return _read_dataset(definition.dataset, definition.field)
+    path = package_file(definition.package) if definition.package else origin.parent / str(definition.file)
+    return _read(path, definition.layout, definition.field)
+
+
+def _read(path: Path, layout: Layout, field: str) -> Iterator[str]:
+    try:
+        yield from _READERS[layout](path, field)
+    except (OSError, ValueError, KeyError, TypeError, ElementTree.ParseError, EOFError) as error:
+        what = " ".join(str(error).split()) or type(error).__name__
+        raise TextError(
+            f"{path} cannot be read as {layout} with field {field!r} ({what})", "correct the file"
+        ) from None
+
+
+def _read_text(path: Path, _: str) -> Iterator[str]:
+    yield path.read_text(encoding="utf-8")
+
+
+def _read_lines(path: Path, _: str) -> Iterator[str]:
+    yield from path.read_text(encoding="utf-8").splitlines()
+
+
+def _read_jsonl(path: Path, field: str) -> Iterator[str]:
+    with path.open(encoding="utf-8") as stream:
+        for line in stream:
+            if line.strip():
+                yield _string(json.loads(line)[field])
+
+
+def _read_json_values(path: Path, field: str) -> Iterator[str]:
+    for value in json.loads(path.read_bytes()).values():
+        yield _string(value[field])
+
+
+def _read_parquet(path: Path, field: str) -> Iterator[str]:
+    import pyarrow.parquet
+
+    for batch in pyarrow.parquet.ParquetFile(path).iter_batches(columns=[field]):
+        for value in batch.column(0).to_pylist():
+            yield _string(value)
+
+
+def _read_mediawiki(path: Path, _: str) -> Iterator[str]:
+    """Articles of a MediaWiki XML dump (bz2 or plain) as plain text, without redirects, references, tables, files."""
+    import mwparserfromhell
+
+    data = path.read_bytes()
+    stream = io.BytesIO(bz2.decompress(data) if path.suffix == ".bz2" else data)
+    for _, element in ElementTree.iterparse(stream):  # noqa: S314 - a hashed file; entities are not expanded
+        if element.tag.rpartition("}")[2] != "text" or not element.text:
+            continue
+        if element.text.lower().startswith("#redirect"):
+            continue
+        code = mwparserfromhell.parse(element.text)
+        for tag in code.filter_tags(matches=lambda node: str(node.tag).lower() in {"ref", "table", "gallery"}):
+            _remove(code, tag)
+        for link in code.filter_wikilinks(matches=lambda node: ":" in str(node.title)):
+            _remove(code, link)
+        lines = (line.strip() for line in code.strip_code().splitlines())
+        yield "\n\n".join(line for line in lines if len(line) > 1)
+
+
+def _remove(code: "mwparserfromhell.wikicode.Wikicode", node: object) -> None:  # type: ignore[name-defined] # noqa: F821
+    try:
+        code.remove(node)
+    except ValueError:  # it stood inside a node that is gone already
+        return
+
+
+_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+    "text": _read_text,
+    "lines": _read_lines,
+    "jsonl": _read_jsonl,
+    "json-values": _read_json_values,
+    "parquet": _read_parquet,
+    "mediawiki": _read_mediawiki,
+}
+
+
+def _read_dataset(source: DatasetSource, field: str) -> Iterator[str]:
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(source.id, source.config, split=source.split, revision=source.revision)
+        yield from (_string(value) for value in rows[field])
+    except Exception as error:
+        first = str(error).strip().splitlines()
+        raise TextError(
+            f"dataset {source.id} ({source.split}) cannot be read ({first[0] if first else type(error).__name__})",
+            "check its id, field and the network, or use a local file",
+        ) from None
+
+
+def _string(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"a value is {type(value).__name__}, not text")
+    return value
