@@ -30,7 +30,8 @@ def pack_int32(codes: torch.Tensor, bits: int) -> torch.Tensor:
     for k in range(1, unit):
         merged = merged | (units[..., k].to(wide) << (bits * k))
     data = merged.contiguous().view(torch.uint8).reshape(rows, padded // unit, -1)[..., : unit * bits // 8]
-    return data.reshape(rows, -1)[:, : words * 4].contiguous().view(torch.int32)
+    # A single row that was cut keeps the stride of the longer one, which a wider dtype refuses: view the flat bytes.
+    return data.reshape(rows, -1)[:, : words * 4].reshape(-1).view(torch.int32).reshape(rows, words)
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ Nothing here knows a model by name. Blocks are the repeated modules that hold mo
 `nn.Linear` in one of them; names on disk are read through the mapping that transformers itself loads with.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,10 +40,11 @@ def build_skeleton(
     real_buffers: keep computed buffers (rotary frequencies) real, for a model whose weights will be filled in.
     Raises CheckpointError where transformers cannot build a causal language model from the config.
     """
+    config = copy.deepcopy(checkpoint.config)  # the library writes the dtype into it
     try:
         with quiet_transformers():
             make = lambda: AutoModelForCausalLM.from_config(  # noqa: E731
-                checkpoint.config,
+                config,
                 dtype=dtype or checkpoint.dtype,
                 trust_remote_code=checkpoint.trust_remote_code,
             )

@@ -199,7 +199,7 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for shard in sorted(set(weight_map.values())):
         path = directory / shard
-        if not path.is_file():
+        if not os.path.isfile(path):  # unlike Path.is_file, takes any name
             raise CheckpointError(f"{path} is named in {INDEX_FILE} and is missing", "download or copy the shard")
         for name, entry in read_header(path).items():
             if name in entries:
@@ -234,6 +234,8 @@ def _side_files(directory: Path, weight_files: set[str]) -> tuple[list[str], dic
                 skipped[name + "/"] = "a folder"
         elif path.suffix in _OTHER_WEIGHTS or path.suffix == ".safetensors" or name.endswith(".index.json"):
             skipped[name] = "weights that the checkpoint's index does not name"
+        elif not path.is_file():
+            raise CheckpointError(f"{path} is a broken link, or no regular file", "restore it, or remove it")
         else:
             copied.append(name)
     return copied, skipped

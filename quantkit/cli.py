@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +25,7 @@ app = typer.Typer(
     help="Quantise a language model, measure the exact file, and decide whether it may be released.",
 )
 _messages = Console(stderr=True, highlight=False)
+_TYPER_INTERRUPTED = 130
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python files that the model brings.")]
@@ -35,6 +36,12 @@ def convert(
     model: Annotated[str, typer.Argument(help="Model directory, hub id (org/name[@revision]) or .gguf file.")],
     recipe: Annotated[str, typer.Option(help="Name of a shipped recipe, or a path.")],
     output: Annotated[Path | None, typer.Option(help="Directory to write; default MODELNAME-RECIPE.")] = None,
+    calib: Annotated[
+        str | None, typer.Option(help="Calibration set: a shipped name, a YAML path or a text file.")
+    ] = None,
+    allow_short_calibration: Annotated[
+        bool, typer.Option("--allow-short-calibration", help="Go on with fewer samples than asked.")
+    ] = False,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one recipe key.")] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print the plan; read no weights.")
@@ -44,6 +51,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint into a packed artifact."""
+    from quantkit.calibration import recipe_calibration
     from quantkit.checkpoint import open_checkpoint
     from quantkit.inspection import inspect_artifact, inspect_plan
     from quantkit.pipeline import check_space
@@ -62,11 +70,18 @@ def convert(
         return
     for note in plan.notes:
         _say(note)
+    calibration = recipe_calibration(chosen, checkpoint, calib, allow_short=allow_short_calibration)
     total = sum(entry.nbytes for entry in checkpoint.entries.values())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=_messages) as bar:
         task = bar.add_task("converting", total=total)
-        done = run(plan, target, shard_bytes=shard_bytes, progress=lambda _, size: bar.advance(task, size))
+        done = run(
+            plan,
+            target,
+            calibration=calibration,
+            shard_bytes=shard_bytes,
+            progress=lambda _, size: bar.advance(task, size),
+        )
     _say(f"wrote {target} in {done.seconds:.1f} s; identity {done.manifest.identity}")
     _show(inspect_artifact(target) | {"path": str(target)}, as_json)
 
@@ -99,8 +114,10 @@ def evaluate_command(
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-    inside = Path(model) / REPORTS / f"{chosen.name}.json"
-    beside = Path(f"{report.subject.name.rpartition('/')[2]}.{chosen.name}.json")
+    # A short run never takes the place of a whole one, which a gate may be waiting for.
+    name = chosen.name if limit is None else f"{chosen.name}-limit{limit}"
+    inside = Path(model) / REPORTS / f"{name}.json"
+    beside = Path(f"{report.subject.name.rpartition('/')[2]}.{name}.json")
     path = output or (inside if is_artifact(model) else beside)
     write_report(report, path)
     for note in report.notes:
@@ -206,10 +223,10 @@ def demo(
         result = run_demo(chosen, base, target, _say, progress)
     if as_json:
         _print_json(result.values())
-        return
-    console = Console()
-    console.print(pairs("demo", result.rows()))
-    console.print(verdict_table(result.verdict))
+    else:
+        console = Console()
+        console.print(pairs("demo", result.rows()))
+        console.print(verdict_table(result.verdict))
     raise typer.Exit(0 if result.verdict.passed else 1)
 
 
@@ -219,8 +236,12 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, _raise_interrupt)
+    code = 0
     try:
-        app(standalone_mode=False)
+        # Not standalone, typer returns the code of an Exit where it could raise it, and its own for Ctrl-C.
+        code = app(standalone_mode=False) or 0
+        if code == _TYPER_INTERRUPTED:
+            raise KeyboardInterrupt
     except QuantkitError as error:
         _fail(str(error), error.exit_code)
     except (KeyboardInterrupt, typer.Abort):
@@ -235,6 +256,7 @@ def main() -> None:
         if show is None:
             raise
         _fail(f"{show()} (see quantkit --help)", 2)
+    sys.exit(code)
 
 
 def _raise_interrupt(number: int, frame: Any) -> None:  # noqa: ARG001
@@ -269,14 +291,16 @@ def _show(found: dict[str, Any], as_json: bool) -> None:
 def _windows_bar() -> Iterator[Any]:
     """A progress callback for evaluation: called with the total once, then with None after each window."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_messages) as bar:
-        task = bar.add_task("evaluating", total=None, visible=False)
+    bar = Progress(*columns, console=_messages)
+    task = bar.add_task("evaluating", total=None)
+    with ExitStack() as stack:
 
         def step(total: int | None) -> None:
             if total is None:
                 bar.advance(task)
-            else:
-                bar.update(task, total=total, visible=True)
+            else:  # an error before this point is one line, without a bar above it
+                bar.update(task, total=total)
+                stack.enter_context(bar)
 
         yield step
 

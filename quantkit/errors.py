@@ -40,6 +40,10 @@ class TextError(QuantkitError):
     """A text source cannot be fetched, read, or is too short for what was asked."""
 
 
+class CalibrationError(QuantkitError):
+    """The calibration set is missing, too short, or holds nothing to calibrate on."""
+
+
 class ArtifactError(QuantkitError):
     """An artifact directory cannot be written, or is not what its manifest says."""
 

@@ -48,8 +48,22 @@ class LayerError(Strict):
     max_abs: float
 
 
+class OutputError(Strict):
+    """Squared error of a layer's output on its calibration inputs over the output's own square.
+
+    before: of rounding the original weight to nearest on min-max scales; after: of what stands in the file.
+    """
+
+    before: float
+    after: float
+
+
 class LayerRecord(Strict):
-    """One quantised linear. bytes: all its tensors on disk. fallback: what differs from the recipe, or null."""
+    """One quantised linear.
+
+    error: against the weight that was rounded, after folds. output_error, tokens, damping: of calibrated passes, else
+    null. bytes: all its tensors on disk. fallback: what differs from the recipe, or null.
+    """
 
     name: str
     module: str
@@ -57,6 +71,10 @@ class LayerRecord(Strict):
     scheme: SchemeRecord
     passes: list[str]
     error: LayerError
+    output_error: OutputError | None = None
+    tokens: int | None = None
+    damping: float | None = None
+    notes: list[str] = []
     bytes: int
     fallback: str | None
 
@@ -77,11 +95,26 @@ class DroppedRecord(Strict):
     reason: str
 
 
+class FoldRecord(Strict):
+    """One place where scales could move from a producer into its consumers, and what came of it.
+
+    residual: largest relative change of the block's output in the equivalence check. used: what each transform did
+    there, with its setting and the error that it estimated; refused: why nothing was folded, or null.
+    """
+
+    kind: Literal["norm", "offset_norm", "linear"]
+    producer: str
+    consumers: list[str]
+    residual: float
+    used: list[dict[str, str | float]]
+    refused: str | None
+
+
 class FallbackRecord(Strict):
     """One thing that was done differently from the recipe."""
 
     layer: str
-    kind: Literal["group_size", "kept"]
+    kind: Literal["group_size", "kept", "fold", "damping", "quantiser"]
     detail: str
 
 
@@ -120,8 +153,9 @@ class Manifest(Strict):
     recipe: dict[str, Any]
     recipe_sha256: str
     source: SourceRecord
-    calibration: None
+    calibration: dict[str, Any] | None
     layers: list[LayerRecord]
+    fold_sites: list[FoldRecord]
     kept: list[KeptRecord]
     dropped: list[DroppedRecord]
     fallbacks: list[FallbackRecord]

@@ -1,28 +1,154 @@
-"""Passes: thin adapters between a recipe's steps and the pure algorithms."""
+"""Passes: thin adapters between a recipe's steps and the pure algorithms.
 
-from collections.abc import Callable
+A transform is asked, for one fold site, for scales; the pipeline folds them. A quantiser is asked, for one linear, for
+codes. Both see weights `[out, in]` in float32 and the statistics of their inputs, where the recipe calibrates.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field
 
+from quantkit.algorithms.awq import search_scales
+from quantkit.algorithms.gptq import NotPositiveDefinite, coordinate_descent, gptq_quantize
 from quantkit.algorithms.rtn import rtn_quantize
+from quantkit.algorithms.search import round_to_codes, search_qparams
 from quantkit.schema import Strict
-from quantkit.types import QuantizedTensor, QuantScheme
+from quantkit.types import CalibrationStats, QuantizedTensor, QuantScheme
+
+# Factors by which damping is raised, in turn, where the Hessian is not positive definite.
+_DAMP_STEPS = (1, 3, 10, 30, 100)
 
 
 class RtnOptions(Strict):
-    """Round to nearest has no options."""
+    """Round to nearest. scales: from the range of each group, or searched on calibration data."""
+
+    scales: Literal["minmax", "searched"] = "minmax"
+
+
+class GptqOptions(Strict):
+    """GPTQ.
+
+    damp: fraction of the mean diagonal added to H. act_order: columns by descending diagonal, groups static. scales: as
+    for rtn. sweeps: of coordinate descent on codes and scales afterwards, 0 for none.
+    """
+
+    damp: Annotated[float, Field(gt=0, le=10)] = 0.1
+    block_size: Annotated[int, Field(ge=1)] = 128
+    act_order: Literal["none", "static"] = "static"
+    scales: Literal["minmax", "searched"] = "searched"
+    sweeps: Annotated[int, Field(ge=0)] = 8
+
+
+class AwqOptions(Strict):
+    """AWQ. n_grid: ratios tried. scales: how rounding is done inside the search, best as the quantiser does it."""
+
+    n_grid: Annotated[int, Field(ge=1)] = 20
+    scales: Literal["minmax", "searched"] = "searched"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a quantiser did. damping: fraction of the mean diagonal added to H, or None; notes: what was unusual."""
+
+    tensor: QuantizedTensor
+    damping: float | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What a transform proposes for a site: scales `[in]`, the setting that gave them, and the error it estimates."""
+
+    scales: torch.Tensor
+    setting: float
+    error_before: float
+    error_after: float
 
 
 @dataclass(frozen=True)
 class Quantiser:
-    """A step that turns a float weight `[out, in]` into codes."""
+    """A step that turns a float weight into codes. calibrated: whether it needs statistics with these options."""
 
     options: type[Strict]
-    run: Callable[[torch.Tensor, QuantScheme], QuantizedTensor]
+    run: Callable[[torch.Tensor, QuantScheme, CalibrationStats | None, Any], Chosen]
+    calibrated: Callable[[Any], bool]
 
 
-QUANTISERS: dict[str, Quantiser] = {"rtn": Quantiser(RtnOptions, rtn_quantize)}
+@dataclass(frozen=True)
+class Transform:
+    """A step that proposes scales for the consumers of a site; always calibrated."""
 
-# Every step that a recipe may name; transforms will stand beside the quantisers.
-PASSES = {**QUANTISERS}
+    options: type[Strict]
+    run: Callable[[Sequence[torch.Tensor], QuantScheme, CalibrationStats, torch.Tensor, Any], Scaled]
+
+
+def _rtn(weight: torch.Tensor, scheme: QuantScheme, stats: CalibrationStats | None, options: RtnOptions) -> Chosen:
+    if options.scales == "minmax":
+        return Chosen(rtn_quantize(weight, scheme))
+    assert stats is not None
+    scales, zeros = search_qparams(weight, stats.gram.diagonal(), scheme)
+    return Chosen(round_to_codes(weight, scales, zeros, scheme))
+
+
+def _gptq(weight: torch.Tensor, scheme: QuantScheme, stats: CalibrationStats | None, options: GptqOptions) -> Chosen:
+    assert stats is not None
+    hessian = (stats.gram / stats.tokens).float()
+    searched = options.scales == "searched"
+    scales, zeros = search_qparams(weight, hessian.diagonal(), scheme) if searched else (None, None)
+    for factor in _DAMP_STEPS:
+        damp = options.damp * factor
+        try:
+            result = gptq_quantize(
+                weight, hessian, scheme, damp=damp, block_size=options.block_size, act_order=options.act_order,
+                scales=scales, zeros=zeros,
+            )  # fmt: skip
+            break
+        except NotPositiveDefinite:
+            if factor == _DAMP_STEPS[-1]:
+                raise
+    tensor = result.tensor
+    if options.sweeps:
+        tensor = coordinate_descent(weight, hessian, tensor, sweeps=options.sweeps, damp=damp)
+    notes = []
+    if factor != 1:
+        notes.append(f"damping raised from {options.damp:g} to {damp:g}: the Hessian was not positive definite")
+    if result.dead_channels:
+        notes.append(f"{result.dead_channels} input channels never active in calibration: rounded to nearest")
+    return Chosen(tensor, damp, tuple(notes))
+
+
+def _awq(
+    weights: Sequence[torch.Tensor],
+    scheme: QuantScheme,
+    stats: CalibrationStats,
+    channel: torch.Tensor,
+    options: AwqOptions,
+) -> Scaled:
+    # Inputs that share a producer channel (grouped heads) must share a scale, and so its statistic.
+    mean = shared_mean(stats.act_mean, channel)
+    quantizer: Literal["minmax", "search"] = "search" if options.scales == "searched" else "minmax"
+    gram = (stats.gram / stats.tokens).float()
+    found = search_scales(weights, mean, gram, scheme, n_grid=options.n_grid, quantizer=quantizer)
+    return Scaled(found.scales, found.ratio, found.error_before, found.error_after)
+
+
+def shared_mean(values: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
+    """Each value replaced by the mean over the inputs of its producer channel; both `[in]`."""
+    size = int(channel.max()) + 1
+    total = torch.zeros(size).index_add(0, channel, values)
+    count = torch.zeros(size).index_add(0, channel, torch.ones_like(values))
+    return (total / count.clamp(min=1))[channel]
+
+
+QUANTISERS: dict[str, Quantiser] = {
+    "rtn": Quantiser(RtnOptions, _rtn, lambda options: options.scales == "searched"),
+    "gptq": Quantiser(GptqOptions, _gptq, lambda _: True),
+}
+
+TRANSFORMS: dict[str, Transform] = {"awq": Transform(AwqOptions, _awq)}
+
+# Every step that a recipe may name.
+PASSES: dict[str, Quantiser | Transform] = {**QUANTISERS, **TRANSFORMS}

@@ -1,7 +1,6 @@
 """The conversion loop: one tensor at a time from the source to its packed bytes, then the manifest, then the rename."""
 
 import json
-import math
 import os
 import platform
 import resource
@@ -9,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,11 +16,13 @@ from typing import Any
 
 import torch
 
-from quantkit.affine import dequantize, row_slices
+from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.artifact import WeightsWriter, record_components, refuse_existing, writing
+from quantkit.blockwise import quantise_blocks
+from quantkit.calibration import Calibration
 from quantkit.canonical import sha256_file
 from quantkit.checkpoint import Checkpoint, config_values
-from quantkit.errors import ArtifactError, CheckpointError, NumericsError
+from quantkit.errors import ArtifactError, CalibrationError, CheckpointError, NumericsError
 from quantkit.files import copy_file, write_file
 from quantkit.formats import FORMATS
 from quantkit.manifest import (
@@ -31,20 +32,14 @@ from quantkit.manifest import (
     DroppedRecord,
     FileRecord,
     KeptRecord,
-    LayerError,
-    LayerRecord,
     Manifest,
-    SchemeRecord,
     SourceRecord,
     Totals,
 )
-from quantkit.passes import QUANTISERS
+from quantkit.passes import Chosen
 from quantkit.plan import Dropped, Kept, Plan, Quantised
+from quantkit.sink import Progress, Sink
 from quantkit.tensorfile import TensorEntry, read_chunks, read_tensor
-from quantkit.types import QuantizedTensor
-
-# Called with a tensor's name and its source bytes when it is done.
-Progress = Callable[[str, int], None]
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -59,22 +54,38 @@ class Converted:
 
 
 def convert(
-    plan: Plan, output: Path, *, shard_bytes: int = DEFAULT_SHARD_BYTES, progress: Progress | None = None
+    plan: Plan,
+    output: Path,
+    *,
+    calibration: Calibration | None = None,
+    shard_bytes: int = DEFAULT_SHARD_BYTES,
+    progress: Progress | None = None,
 ) -> Converted:
-    """Carry out a plan and write the artifact to `output`.
+    """Carry out a plan and write the artifact to `output`. A calibrated recipe needs `calibration`.
 
     Raises ArtifactError (output exists, is being written, disk full), CheckpointError (the source changed or is cut
-    off), NumericsError (non-finite weights, scales that do not fit); each names the file and the tensor.
+    off), NumericsError (non-finite weights or activations, scales that do not fit), CalibrationError (none given); each
+    names the file and the tensor.
     """
     started = time.time()
     check_space(plan, output)
+    if plan.recipe.calibrated and calibration is None:
+        raise CalibrationError(f"recipe {plan.recipe.name} calibrates and no set is given", "pass --calib")
     digests = _Digests(plan.checkpoint)
     with writing(output) as directory, torch.no_grad():
-        layers = _write_weights(plan, directory, shard_bytes, progress or (lambda *_: None))
+        sink = Sink(plan, WeightsWriter(directory, plan.specs, shard_bytes), progress or (lambda *_: None))
+        try:
+            if calibration is not None and plan.recipe.calibrated:
+                quantise_blocks(plan, calibration.ids, sink)
+            _write_rest(plan, sink)
+            sink.writer.close()
+        except BaseException:
+            sink.writer.abort()
+            raise
         _write_config(plan, directory)
         for name in plan.checkpoint.side_files:
             copy_file(plan.checkpoint.directory / name, directory / name)
-        manifest = _manifest(plan, layers, directory, digests.result())
+        manifest = _manifest(plan, sink, calibration, directory, digests.result())
         write_file(directory / MANIFEST_FILE, manifest.data)
         run = _run_record(plan, manifest, started)
         write_file(directory / RUN_FILE, json.dumps(run, indent=2, sort_keys=True).encode() + b"\n")
@@ -94,67 +105,30 @@ def check_space(plan: Plan, output: Path) -> None:
         )
 
 
-def _write_weights(plan: Plan, directory: Path, shard_bytes: int, progress: Progress) -> list[LayerRecord]:
-    format = FORMATS[plan.recipe.format]
+def _write_rest(plan: Plan, sink: Sink) -> None:
+    """Every tensor that no block pass has written: rounded to nearest, copied, or dropped as a copy."""
     items: list[Quantised | Kept | Dropped] = [*plan.quantised, *plan.kept, *plan.dropped]
     work = {item.entry.name: item for item in items}
-    layers = []
-    writer = WeightsWriter(directory, plan.specs, shard_bytes)
-    try:
-        for name, entry in plan.checkpoint.entries.items():
-            item = work[name]
-            if isinstance(item, Quantised):
-                quantised, error = _quantise(plan, item)
-                stored = format.pack(quantised)
-                for local, tensor in stored.items():
-                    writer.write(f"{item.name}.{local}", tensor)
-                layers.append(_layer_record(plan, item, error, sum(t.nbytes for t in stored.values())))
-            elif isinstance(item, Kept):
-                writer.write_chunks(name, _checked_chunks(entry))
-            else:
-                _check_copy(item)
-            progress(name, entry.nbytes)
-        writer.close()
-    except BaseException:
-        writer.abort()
-        raise
-    return layers
+    for name, entry in plan.checkpoint.entries.items():
+        item = work[name]
+        if name in sink.done:
+            continue
+        if isinstance(item, Quantised):
+            weight = read_tensor(entry)
+            sink.layer(item, weight, _round(item, weight), ["rtn"])
+        elif isinstance(item, Kept):
+            sink.kept(entry, _checked_chunks(entry))
+        else:
+            _check_copy(item)
+            sink.progress(name, entry.nbytes)
 
 
-def _quantise(plan: Plan, layer: Quantised) -> tuple[QuantizedTensor, LayerError]:
-    quantiser, _ = plan.recipe.steps[-1]
-    weight = read_tensor(layer.entry)
+def _round(layer: Quantised, weight: torch.Tensor) -> Chosen:
+    """A layer that no calibrated pass has taken, rounded to nearest."""
     try:
-        quantised = QUANTISERS[quantiser].run(weight, layer.scheme)
+        return Chosen(rtn_quantize(weight, layer.scheme))
     except NumericsError as error:
         raise NumericsError(f"{layer.entry.path}: tensor {layer.entry.name!r}: {error.problem}", error.action) from None
-    return quantised, rounding_error(weight, quantised)
-
-
-def rounding_error(weight: torch.Tensor, quantised: QuantizedTensor) -> LayerError:
-    """Relative Frobenius and largest absolute error of the dequantised weight, the same on any number of threads.
-
-    Squares of a row are added in float64 inside one row, rows by exact summation; six digits are kept, because the last
-    bits of a float64 sum may differ between processors and the manifest must not.
-    """
-    errors: list[float] = []
-    norms: list[float] = []
-    largest = 0.0
-    for part in row_slices(*quantised.shape):
-        piece = QuantizedTensor(
-            quantised.codes[part],
-            quantised.scales[part],
-            None if quantised.zeros is None else quantised.zeros[part],
-            quantised.scheme,
-        )
-        exact = weight[part].float()
-        difference = exact - dequantize(piece)
-        largest = max(largest, difference.abs().max().item())
-        errors += difference.double().square_().sum(1).tolist()
-        norms += exact.double().square_().sum(1).tolist()
-    norm = math.fsum(norms)
-    relative = math.sqrt(math.fsum(errors) / norm) if norm else 0.0
-    return LayerError(relative=float(f"{relative:.6g}"), max_abs=float(f"{largest:.6g}"))
 
 
 def _checked_chunks(entry: TensorEntry) -> Iterator[torch.Tensor]:
@@ -177,19 +151,6 @@ def _check_copy(dropped: Dropped) -> None:
             "config.json ties it",
             "set tie_word_embeddings to false in config.json, or remove the tensor that is not used",
         )
-
-
-def _layer_record(plan: Plan, layer: Quantised, error: LayerError, size: int) -> LayerRecord:
-    return LayerRecord(
-        name=layer.name,
-        module=layer.module,
-        shape=layer.shape,
-        scheme=SchemeRecord.of(layer.scheme),
-        passes=[name for name, _ in plan.recipe.steps],
-        error=error,
-        bytes=size,
-        fallback=layer.fallback,
-    )
 
 
 def _write_config(plan: Plan, directory: Path) -> None:
@@ -232,25 +193,29 @@ def source_files(checkpoint: Checkpoint) -> list[FileRecord]:
     return _Digests(checkpoint).result()
 
 
-def _manifest(plan: Plan, layers: list[LayerRecord], directory: Path, source: list[FileRecord]) -> Manifest:
+def _manifest(
+    plan: Plan, sink: Sink, calibration: Calibration | None, directory: Path, source: list[FileRecord]
+) -> Manifest:
     checkpoint = plan.checkpoint
     return Manifest(
         schema_version=SCHEMA_VERSION,
-        versions={name: version(name) for name in ("quantkit", "torch")},
+        # Without the local tag: builds of one release compute the same codes.
+        versions={name: version(name).partition("+")[0] for name in ("quantkit", "torch")},
         format=plan.recipe.format,
         recipe=plan.recipe.values,
         recipe_sha256=plan.recipe.sha256,
         source=SourceRecord(
             name=checkpoint.name, revision=checkpoint.revision, files=source, not_used=checkpoint.skipped
         ),
-        calibration=None,
-        layers=layers,
+        calibration=None if calibration is None else calibration.account,
+        layers=sink.layers,
+        fold_sites=sink.fold_sites,
         kept=[
             KeptRecord(name=k.entry.name, dtype=dtype_name(k.entry.dtype), shape=list(k.entry.shape), reason=k.reason)
             for k in plan.kept
         ],
         dropped=[DroppedRecord(name=d.entry.name, reason=d.reason) for d in plan.dropped],
-        fallbacks=plan.fallbacks,
+        fallbacks=plan.fallbacks + sink.fallbacks,
         notes=plan.notes,
         readers=plan.readers,
         components=record_components(directory),

@@ -134,6 +134,8 @@ class _Planner:
                 self._decide(name, entry)
         self._check_patterns()
         self._check_siblings()
+        if self.recipe.calibration is not None and not self.recipe.calibrated:
+            self.notes.append("the recipe names a calibration set that none of its passes uses")
         layers = {layer.module for layer in self.quantised}
         dense = self._dense_linears(layers)
         plan = Plan(
@@ -142,6 +144,7 @@ class _Planner:
             sum(entry.numel for entry in self.checkpoint.entries.values()) - sum(d.entry.numel for d in self.dropped),
         )  # fmt: skip
         plan.specs.extend(output_specs(plan))
+        plan.notes.extend(f"{reader}: {answer}" for reader, answer in plan.readers.items() if answer.startswith("no"))
         return plan
 
     def _check_names(self) -> None:

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from quantkit.canonical import sha256_json
 from quantkit.errors import RecipeError
 from quantkit.formats import FORMATS
-from quantkit.passes import PASSES, QUANTISERS
+from quantkit.passes import PASSES, QUANTISERS, Transform
 from quantkit.schema import Strict, find_document, parse_yaml, read_yaml, validate
 from quantkit.types import QuantScheme
 
@@ -100,6 +100,8 @@ class Recipe(Strict):
             except ValidationError as invalid:
                 first = invalid.errors()[0]
                 raise ValueError(f"passes: {name}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        if self.calibrated and self.calibration is None:
+            raise ValueError(f"calibration: {', '.join(names)} needs a calibration set")
         return self
 
     @property
@@ -107,6 +109,15 @@ class Recipe(Strict):
         """The passes as (name, options)."""
         pairs = ({step: None} if isinstance(step, str) else step for step in self.passes)
         return [(name, options or {}) for pair in pairs for name, options in pair.items()]
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether any step needs calibration data."""
+        for name, options in self.steps:
+            step = PASSES[name]
+            if isinstance(step, Transform) or step.calibrated(step.options.model_validate(options)):
+                return True
+        return False
 
     @property
     def values(self) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _parse_header(raw: bytes, path: Path) -> dict[str, Any]:
         return seen
 
     try:
-        header = json.loads(raw, object_pairs_hook=unique)
+        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is not JSON ({error})", _DAMAGED) from None
     if not isinstance(header, dict):

@@ -25,7 +25,7 @@ from quantkit.schema import Strict, read_yaml, validate
 Layout = Literal["text", "lines", "jsonl", "parquet", "json-values", "mediawiki"]
 
 # Where named texts are defined, in this order.
-_FOLDERS = ("evals/texts", "calib")
+_FOLDERS = ("evals/texts", "calib/texts")
 _LAYOUT_OF_SUFFIX: dict[str, Layout] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 
 
@@ -65,12 +65,13 @@ class TextDefinition(Strict):
 
 @dataclass(frozen=True)
 class Text:
-    """Documents in order, and how they are joined. Blank documents are left out."""
+    """Documents in order, and how they are joined. Blank documents are left out, and counted in `blank`."""
 
     name: str
     language: str
     documents: list[str]
     separator: str
+    blank: int = 0
 
     @property
     def joined(self) -> str:
@@ -99,6 +100,11 @@ def load_text(name: str) -> Text:
     return _text(definition.name, definition.language, documents, definition.separator)
 
 
+def is_text_file(name: str) -> bool:
+    """Whether `name` is the path of a text file rather than a name or a YAML definition."""
+    return Path(name).suffix in _LAYOUT_OF_SUFFIX
+
+
 def _find(name: str) -> Path:
     for folder in _FOLDERS:
         path = data_dir(folder) / f"{name}.yaml"
@@ -109,10 +115,11 @@ def _find(name: str) -> Path:
 
 
 def _text(name: str, language: str, documents: Iterator[str], separator: str) -> Text:
-    kept = [document.strip() for document in documents if document.strip()]
+    stripped = [document.strip() for document in documents]
+    kept = [document for document in stripped if document]
     if not kept:
         raise TextError(f"text {name} holds no documents", "check its file and its field")
-    return Text(name, language, kept, separator)
+    return Text(name, language, kept, separator, len(stripped) - len(kept))
 
 
 def _documents(definition: TextDefinition, origin: Path) -> Iterator[str]:

@@ -99,3 +99,51 @@ class QuantizedTensor:
     def shape(self) -> tuple[int, int]:
         rows, columns = self.codes.shape
         return rows, columns
+
+
+@dataclass
+class CalibrationStats:
+    """What calibration saw at the input of one set of linears: additive sums with counts.
+
+    gram: float64 `[in, in]`, the sum of x x^T over tokens; absmax: float32 `[in]`; abs_sum: float64 `[in]`, the sum of
+    |x|; tokens: how many; samples: float32 `[kept, in]`, a few inputs as they were.
+    """
+
+    gram: torch.Tensor
+    absmax: torch.Tensor
+    abs_sum: torch.Tensor
+    tokens: int
+    samples: torch.Tensor
+
+    @property
+    def act_mean(self) -> torch.Tensor:
+        """Mean |x| of each channel, float32 `[in]`."""
+        return (self.abs_sum / max(1, self.tokens)).float()
+
+    def scaled(self, scales: torch.Tensor) -> "CalibrationStats":
+        """The statistics of inputs divided by `scales` `[in]`: exact, for every sum is a monomial in each channel."""
+        wide = scales.double()
+        return CalibrationStats(
+            self.gram / wide / wide.unsqueeze(1),
+            self.absmax / scales,
+            self.abs_sum / wide,
+            self.tokens,
+            self.samples / scales,
+        )
+
+
+@dataclass(frozen=True)
+class FoldSite:
+    """A place where a per-channel scale can move from a producer into *all* consumers.
+
+    kind: "norm" (its weight and bias), "offset_norm" (it multiplies by 1 + weight) or "linear" (output rows).
+    producer, consumers: module names in the block. channel: int64 `[in]`, the producer's channel behind each input of
+    the consumers (grouped heads repeat one). residual: the largest relative change of the block's output when random
+    scales were folded; a site is used only where that is within tolerance.
+    """
+
+    kind: Literal["norm", "offset_norm", "linear"]
+    producer: str
+    consumers: tuple[str, ...]
+    channel: torch.Tensor
+    residual: float = float("nan")

@@ -6,20 +6,17 @@ against an independent decoder and against transformers.
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.modeling_utils import LoadStateDictConfig
 
 from quantkit.affine import dequantize
 from quantkit.blocks import build_skeleton
 from quantkit.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from quantkit.errors import ArtifactError, CheckpointError
 from quantkit.formats import FORMATS, Format
+from quantkit.loading import fill_parameters
 from quantkit.manifest import MANIFEST_FILE, LayerRecord, read_manifest
 from quantkit.tensorfile import TensorEntry, read_tensor
 from quantkit.types import QuantScheme
@@ -93,7 +90,7 @@ def load_artifact(
         dense = getattr(parent, leaf)
         setattr(parent, leaf, PackedLinear(stored, format, scheme, dense, product))
     _load_dense(model, entries, checkpoint)
-    return model.to(device)
+    return model.to(device).eval()
 
 
 def load_checkpoint(
@@ -124,30 +121,14 @@ def _take_layer(
     return stored
 
 
-class _Lazy:
-    """A tensor that is read when the loader of transformers asks for its values."""
-
-    def __init__(self, entry: TensorEntry) -> None:
-        self._entry = entry
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return read_tensor(self._entry)[index]
-
-
 def _load_dense(model: PreTrainedModel, entries: dict[str, TensorEntry], checkpoint: Checkpoint) -> None:
-    """Fill every parameter that is not packed, renamed and merged as transformers does; tie what the config ties.
+    """Fill every parameter that is not packed, and tie what the config ties.
 
     Raises CheckpointError where a tensor on disk fits nothing, or a parameter got no tensor.
     """
-    settings = LoadStateDictConfig(weight_mapping=get_model_conversion_mapping(model), dtype=model.dtype)
-    lazy = {name: _Lazy(entry) for name, entry in entries.items()}
-    with quiet_transformers(), torch.no_grad():
-        info, _ = convert_and_load_state_dict_in_model(model, lazy, settings, None)
-        if info.conversion_errors or info.mismatched_keys:
-            problem = next(iter([*info.conversion_errors, *info.mismatched_keys]))
-            raise CheckpointError(f"{checkpoint.name}: tensor {problem} does not fit the model", "run quantkit verify")
-        model.tie_weights(missing_keys=info.missing_keys, recompute_mapping=False)
+    missing = fill_parameters(model, entries, checkpoint.name)
+    with quiet_transformers():
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)
     empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if empty:
         raise CheckpointError(f"{checkpoint.name}: no tensor on disk becomes {empty[0]!r}", "run quantkit verify")
-    model.requires_grad_(False)

@@ -5,7 +5,7 @@ length - 1 predictions. Two results compare only when their protocols have one h
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -13,11 +13,9 @@ from transformers import PreTrainedTokenizerBase
 from quantkit.canonical import sha256_bytes, sha256_json
 from quantkit.errors import TextError
 from quantkit.texts import Text, load_text
+from quantkit.tokens import BosRule, prefix_rule, token_table
 
 PROTOCOL_VERSION = 1
-
-# auto: as the tokenizer itself does. none: no window starts with it. window: every window does.
-BosRule = Literal["auto", "none", "window"]
 
 
 @dataclass(frozen=True)
@@ -41,18 +39,14 @@ def cut_windows(
 
     Raises TextError where the text is too short, or a BOS is asked for and the tokenizer has none.
     """
-    rule = _resolve_bos(tokenizer, bos)
-    content = length - (rule == "window")
-    ids = tokenizer(text.joined, add_special_tokens=False, verbose=False)["input_ids"]
-    available = len(ids) // content
-    if available < windows:
+    rule = prefix_rule(tokenizer, bos)
+    table, _ = token_table(text, tokenizer, length, rule)
+    if len(table) < windows:
         raise TextError(
-            f"text {text.name} gives {available} windows of {length} tokens, {windows} are asked",
-            f"ask for at most {available} windows, or give a longer text",
+            f"text {text.name} gives {len(table)} windows of {length} tokens, {windows} are asked",
+            f"ask for at most {len(table)} windows, or give a longer text",
         )
-    table = torch.tensor(ids[: windows * content], dtype=torch.int64).reshape(windows, content)
-    if rule == "window":
-        table = torch.cat([torch.full((windows, 1), tokenizer.bos_token_id, dtype=torch.int64), table], dim=1)
+    table = table[:windows].clone()
     rules = {
         "text": text.name,
         "language": text.language,
@@ -85,12 +79,3 @@ def protocol_record(texts: dict[str, Windows], dtype: torch.dtype, bootstrap: di
 
 def protocol_hash(record: dict[str, Any]) -> str:
     return sha256_json(record)
-
-
-def _resolve_bos(tokenizer: PreTrainedTokenizerBase, bos: BosRule) -> Literal["none", "window"]:
-    token = tokenizer.bos_token_id
-    if bos == "auto":
-        return "window" if token is not None and tokenizer("a")["input_ids"][0] == token else "none"
-    if bos == "window" and token is None:
-        raise TextError("the suite asks for a BOS token in each window and the tokenizer has none", "set bos: none")
-    return bos

@@ -6,8 +6,8 @@ from pydantic import Field, model_validator
 
 from quantkit.canonical import sha256_json
 from quantkit.errors import UsageError
-from quantkit.evaluate.protocol import BosRule
 from quantkit.schema import Strict, find_document, read_yaml, validate
+from quantkit.tokens import BosRule
 
 
 class Corpus(Strict):

@@ -68,17 +68,18 @@ class CompressedTensors:
         return stored
 
     def unpack(self, stored: Mapping[str, torch.Tensor], scheme: QuantScheme) -> QuantizedTensor:
-        rows, columns = (int(size) for size in stored["weight_shape"])
         zeros = None
         try:
+            rows, columns = (int(size) for size in stored["weight_shape"])
+            scales = stored["weight_scale"]
             codes = unpack_int32(stored["weight_packed"], scheme.bits, columns)
             if not scheme.symmetric:
                 zeros = unpack_int32(stored["weight_zero_point"].T.contiguous(), scheme.bits, rows).T.contiguous()
             groups = scheme.groups(columns)
         except (ValueError, KeyError) as error:
             raise ArtifactError(f"packed tensors do not fit the scheme ({error})", "convert again") from None
-        scales = stored["weight_scale"]
-        if codes.shape[0] != rows or scales.shape != (rows, groups):
+        fitting = zeros is None or zeros.shape == scales.shape
+        if codes.shape[0] != rows or scales.shape != (rows, groups) or not fitting:
             raise ArtifactError(f"packed tensors do not fit the shape {rows} x {columns}", "convert again")
         return QuantizedTensor(codes, scales, zeros, scheme)
 
@@ -148,7 +149,7 @@ def _transformers_reads(layers: list[StoredLayer], schemes: int) -> str:
     if schemes == 1:
         return "yes, decoded on load in the scale dtype"
     # Its dequantising loader decodes every layer with the first group's scheme; without it zero-points do not fit.
-    return "only with compressed-tensors 0.15 to 0.17: later ones cannot load zero-points under several schemes"
+    return "no: compressed-tensors after 0.17 cannot load zero-points under several schemes"
 
 
 def _vllm_reads(schemes: set[tuple[int, int, bool]]) -> str:
@@ -157,4 +158,4 @@ def _vllm_reads(schemes: set[tuple[int, int, bool]]) -> str:
         for bits, group, symmetric in sorted(schemes)
         if bits not in ((4, 8) if symmetric else (4,)) or group not in _MARLIN_GROUPS
     ]
-    return f"no kernel for {', '.join(refused)}" if refused else "yes, Marlin"
+    return f"no: no kernel for {', '.join(refused)}" if refused else "yes, Marlin"

@@ -1,0 +1,244 @@
+"""The calibrated loop: for each block, load it, gather statistics, fold, quantise, write, read back, run on.
+
+Memory is one block, its Gram matrices and the hidden states. Later blocks see the outputs of the quantised ones before
+them, read back from their packed tensors.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from quantkit.affine import dequantize
+from quantkit.algorithms.gptq import row_errors
+from quantkit.algorithms.rtn import rtn_quantize
+from quantkit.errors import NumericsError
+from quantkit.fold import TOLERANCE, apply_fold, check_closure, discover_fold_sites
+from quantkit.live import LiveModel, samples
+from quantkit.manifest import FallbackRecord, FoldRecord, OutputError
+from quantkit.passes import QUANTISERS, TRANSFORMS, Chosen
+from quantkit.plan import Plan, Quantised
+from quantkit.sink import Sink
+from quantkit.stats import collect
+from quantkit.types import CalibrationStats, FoldSite
+
+# Fold scales of the equivalence check are drawn with it; any seed would do, one makes runs repeat.
+_SEED = 20240
+# Tokens on which fold sites are found and proved: enough for attention to mix, short enough to run many times.
+_PROOF_TOKENS = 32
+
+
+@dataclass
+class _Block:
+    """One live block at work. layers, stats: by name in the block; stats change as folds move scales."""
+
+    index: int
+    name: str
+    module: nn.Module
+    layers: dict[str, Quantised]
+    stats: dict[str, CalibrationStats]
+    before: dict[str, float]
+
+    def weight(self, name: str) -> torch.Tensor:
+        weight = self.module.get_submodule(name).weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
+
+def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
+    """Run every block of the plan's checkpoint on token ids `[samples, length]`, and write its quantised layers.
+
+    Raises NumericsError naming the layer (non-finite weights or activations) and CheckpointError (a model whose blocks
+    cannot be run alone).
+    """
+    live = LiveModel(plan.checkpoint)
+    hidden = live.start(ids, short=_PROOF_TOKENS)
+    by_module = {layer.module: layer for layer in plan.quantised}
+    folding = _Folding(plan, sink, live)
+    for index in range(len(live.blocks)):
+        name = f"{live.prefix}.{index}"
+        block = live.load(index)
+        local = {m.removeprefix(name + "."): layer for m, layer in by_module.items() if m.startswith(name + ".")}
+        run = _runner(live, index)
+        work = _Block(index, name, block, local, _statistics(block, local, name, run, hidden), {})
+        work.before = {part: _nearest_error(work, part) for part in work.stats}
+        folding.run(work, run, hidden[:1, :_PROOF_TOKENS])
+        with _single_threaded():
+            _quantise(plan, work, sink)
+        if index + 1 < len(live.blocks):
+            live.advance(index, hidden)
+        live.free(index)
+
+
+def _runner(live: LiveModel, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda sample: live.run(index, sample)
+
+
+def _statistics(
+    block: nn.Module,
+    layers: dict[str, Quantised],
+    name: str,
+    run: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+) -> dict[str, CalibrationStats]:
+    try:
+        shared = collect(block, layers, run, samples(hidden))
+    except NumericsError as error:
+        raise NumericsError(f"{name}: {error.problem}", error.action) from None
+    return {part: found.stats for found in shared for part in found.names}
+
+
+class _Folding:
+    """The transforms of a recipe at the fold sites of each block."""
+
+    def __init__(self, plan: Plan, sink: Sink, live: LiveModel) -> None:
+        self._plan, self._sink, self._live = plan, sink, live
+        self._steps = [(name, options) for name, options in plan.recipe.steps if name in TRANSFORMS]
+        self._generator = torch.Generator().manual_seed(_SEED)
+        # Blocks built alike have the same candidates; each is still proved in each block.
+        self._known: dict[tuple[Any, ...], list[FoldSite]] = {}
+
+    def run(self, work: _Block, run: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor) -> None:
+        """Fold what the transforms propose, and write the kept tensors that changed."""
+        if not self._steps:
+            return
+        changed: set[str] = set()
+        for site in self._candidates(work, run, sample):
+            proved = check_closure(work.module, site, run, sample, self._generator)
+            reason = self._refusal(work, proved)
+            used = [] if reason else self._fold(work, proved)
+            self._record(work, proved, used, reason)
+            if used and proved.kind != "linear":
+                changed |= {f"{proved.producer}.weight", f"{proved.producer}.bias"}
+            elif used:
+                changed.add(f"{proved.producer}.bias")
+        for name, parameter in work.module.named_parameters():
+            if name in changed:
+                entry = self._live.entry_of(f"{work.name}.{name}")
+                if entry is not None:
+                    self._sink.changed(entry, parameter)
+
+    def _candidates(
+        self, work: _Block, run: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor
+    ) -> list[FoldSite]:
+        shape = tuple((name, tuple(parameter.shape)) for name, parameter in work.module.named_parameters())
+        if shape not in self._known:
+            found = discover_fold_sites(work.module, run, sample)
+            # Linear sites first: norm sites then see the weights that will be rounded.
+            self._known[shape] = sorted(found, key=lambda site: site.kind != "linear")
+        return self._known[shape]
+
+    def _refusal(self, work: _Block, site: FoldSite) -> str | None:
+        if not site.residual <= TOLERANCE:
+            return f"folding changes the block's output by {site.residual:.2g}"
+        involved = [*site.consumers, *([site.producer] if site.kind == "linear" else [])]
+        unquantised = [name for name in involved if name not in work.layers]
+        if unquantised:
+            return f"{unquantised[0]} stays unquantised"
+        if site.kind != "linear" and self._live.entry_of(f"{work.name}.{site.producer}.weight") is None:
+            return f"{site.producer} is not one tensor on disk"
+        return None
+
+    def _fold(self, work: _Block, site: FoldSite) -> list[dict[str, str | float]]:
+        used: list[dict[str, str | float]] = []
+        for name, options in self._steps:
+            step = TRANSFORMS[name]
+            weights = [work.weight(consumer) for consumer in site.consumers]
+            scheme = work.layers[site.consumers[0]].scheme
+            stats = work.stats[site.consumers[0]]
+            with _single_threaded():
+                scaled = step.run(weights, scheme, stats, site.channel, step.options.model_validate(options))
+            used.append(
+                {
+                    "pass": name,
+                    "setting": scaled.setting,
+                    "error_before": _digits(scaled.error_before),
+                    "error_after": _digits(scaled.error_after),
+                }
+            )
+            dtype = self._plan.checkpoint.dtype
+            factors = apply_fold(work.module, site, scaled.scales, dtype)
+            moved = stats.scaled(factors)
+            for consumer in site.consumers:
+                work.stats[consumer] = moved
+        return used
+
+    def _record(self, work: _Block, site: FoldSite, used: list[dict[str, str | float]], reason: str | None) -> None:
+        producer = f"{work.name}.{site.producer}"
+        self._sink.fold_sites.append(
+            FoldRecord(
+                kind=site.kind,
+                producer=producer,
+                consumers=[f"{work.name}.{consumer}" for consumer in site.consumers],
+                residual=_digits(site.residual),
+                used=used,
+                refused=reason,
+            )
+        )
+        if reason:
+            self._sink.fallbacks.append(FallbackRecord(layer=producer, kind="fold", detail=reason))
+
+
+def _quantise(plan: Plan, work: _Block, sink: Sink) -> None:
+    """Codes for every layer of a block, on all cores, written in model order and read back into the block."""
+    name, options = plan.recipe.steps[-1]
+    quantiser = QUANTISERS[name]
+    parsed = quantiser.options.model_validate(options)
+
+    def choose(part: str) -> Chosen:
+        try:
+            return quantiser.run(work.weight(part), work.layers[part].scheme, work.stats.get(part), parsed)
+        except NumericsError as error:
+            raise NumericsError(f"{work.name}.{part}: {error.problem}", error.action) from None
+
+    for part in work.layers:
+        if part not in work.stats:
+            raise NumericsError(f"{work.name}.{part}: no calibration token reached it", "add it to the recipe's ignore")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        chosen = dict(zip(work.layers, pool.map(choose, work.layers), strict=True))
+    passes = [step for step, _ in plan.recipe.steps]
+    for part, layer in work.layers.items():
+        weight = work.weight(part)
+        stats = work.stats[part]
+        after = _output_error(weight, dequantize(chosen[part].tensor), stats)
+        error = OutputError(before=_digits(work.before[part]), after=_digits(after))
+        stored = sink.layer(layer, weight, chosen[part], passes, error, stats.tokens)
+        sink.fallbacks += [
+            FallbackRecord(layer=layer.name, kind="damping", detail=note)
+            for note in chosen[part].notes
+            if note.startswith("damping")
+        ]
+        weight.copy_(dequantize(stored))
+
+
+def _nearest_error(work: _Block, part: str) -> float:
+    """Relative squared output error of rounding the untouched weight to nearest."""
+    weight = work.weight(part)
+    return _output_error(weight, dequantize(rtn_quantize(weight, work.layers[part].scheme)), work.stats[part])
+
+
+def _output_error(weight: torch.Tensor, rounded: torch.Tensor, stats: CalibrationStats) -> float:
+    """`tr((W - Q) H (W - Q)^T) / tr(W H W^T)`."""
+    gram = (stats.gram / stats.tokens).float()
+    size = row_errors(weight, gram).sum().item()
+    return row_errors(weight - rounded, gram).sum().item() / size if size > 0 else 0.0
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+@contextmanager
+def _single_threaded() -> Iterator[None]:
+    """One thread an operation: the passes are many small ones, and layers already run side by side."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,135 @@
+"""A checkpoint run one decoder block at a time: at most one block has weights, everything else is on meta.
+
+The first pass runs the base model with every block replaced by a recorder. It gives the hidden states before the first
+block, and for each block the other arguments that the model hands it (masks, rotary tables), whatever they are called.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from quantkit.blocks import build_skeleton, find_blocks, map_names
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.loading import fill_parameters
+from quantkit.tensorfile import TensorEntry
+
+# What a model hands a block beside the hidden states.
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class LiveModel:
+    """The blocks of a checkpoint, loaded and freed one by one, in float32 unless told otherwise."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> None:
+        self.checkpoint = checkpoint
+        self.model: PreTrainedModel = build_skeleton(checkpoint, dtype, real_buffers=True)
+        self.prefix, self.blocks = find_blocks(self.model)
+        targets = map_names(self.model, list(checkpoint.entries))
+        self._entries: dict[str, dict[str, TensorEntry]] = {}
+        self._direct = {t.parameter: checkpoint.entries[name] for name, t in targets.items() if t.direct}
+        for name, entry in checkpoint.entries.items():
+            self._entries.setdefault(self._part_of(targets[name].parameter), {})[name] = entry
+        # By length of the sample: masks and rotary tables are as long as it.
+        self._arguments: dict[int, list[_Arguments]] = {}
+
+    def _part_of(self, parameter: str) -> str:
+        """The block prefix that a parameter belongs to, or the empty string."""
+        if not parameter.startswith(self.prefix + "."):
+            return ""
+        return f"{self.prefix}.{parameter[len(self.prefix) + 1 :].partition('.')[0]}"
+
+    def entry_of(self, parameter: str) -> TensorEntry | None:
+        """The disk tensor that is this parameter as it stands, or None where there is no such one."""
+        return self._direct.get(parameter)
+
+    @torch.no_grad()
+    def start(self, ids: torch.Tensor, short: int | None = None) -> torch.Tensor:
+        """Hidden states `[samples, length, hidden]` before the first block, of token ids `[samples, length]`.
+
+        short: a shorter length at which blocks will be run as well. Raises CheckpointError where the model does not
+        hand its hidden states through all blocks in turn.
+        """
+        fill_parameters(self.model, self._entries.get("", {}), self.checkpoint.name)
+        # Tied tables are left to the head, which does not run.
+        base = getattr(self.model, self.model.base_model_prefix, self.model)
+        hidden = torch.cat([self._record(base, row.unsqueeze(0)) for row in ids])
+        if short is not None and short < ids.shape[1]:
+            self._record(base, ids[:1, :short])
+        self._free_rest()
+        return hidden
+
+    def _record(self, base: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """Run `ids` with recorders for blocks; returns what the first was given, keeps the other arguments of all."""
+        given: list[torch.Tensor] = []
+        records: list[_Arguments] = []
+        originals = [block.forward for block in self.blocks]
+        for block in self.blocks:
+            block.forward = _recorder(given, records)
+        try:
+            base(input_ids=ids, use_cache=False)
+        finally:
+            for block, forward in zip(self.blocks, originals, strict=True):
+                block.forward = forward
+        if len(records) != len(self.blocks):
+            raise CheckpointError(
+                f"{self.checkpoint.name}: the model runs {len(records)} of its {len(self.blocks)} blocks",
+                "this model cannot be calibrated; use a data-free recipe",
+            )
+        self._arguments[ids.shape[1]] = records
+        return given[0]
+
+    def load(self, index: int) -> nn.Module:
+        """Block `index` with its weights."""
+        name = f"{self.prefix}.{index}"
+        fill_parameters(self.model, self._entries.get(name, {}), self.checkpoint.name)
+        block = self.blocks[index]
+        empty = [part for part, tensor in block.named_parameters() if tensor.is_meta]
+        if empty:
+            raise CheckpointError(f"{self.checkpoint.name}: nothing on disk is {name}.{empty[0]}", "check the files")
+        return block
+
+    def free(self, index: int) -> None:
+        """Give the memory of block `index` back."""
+        self.blocks[index].to("meta")
+
+    @torch.no_grad()
+    def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states after block `index`, of one sample `[1, length, hidden]`."""
+        arguments, keywords = self._arguments[hidden.shape[1]][index]
+        output = self.blocks[index](hidden, *arguments, **keywords)
+        return output[0] if isinstance(output, tuple) else output
+
+    def advance(self, index: int, hidden: torch.Tensor) -> None:
+        """Run block `index` on every sample, in place."""
+        for n in range(len(hidden)):
+            hidden[n : n + 1] = self.run(index, hidden[n : n + 1])
+
+    def _free_rest(self) -> None:
+        """Embeddings and head are not needed after the first pass; small buffers stay."""
+        for name, parameter in list(self.model.named_parameters()):
+            if not name.startswith(self.prefix + ".") and not parameter.is_meta:
+                parent, _, leaf = name.rpartition(".")
+                setattr(self.model.get_submodule(parent), leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
+
+
+def samples(hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The samples of `[n, length, hidden]` one by one, as `[1, length, hidden]` views."""
+    return (hidden[n : n + 1] for n in range(len(hidden)))
+
+
+def _recorder(given: list[torch.Tensor], records: list[_Arguments]) -> Any:
+    """A stand-in for a block's forward: keeps what it is given and hands the hidden states on."""
+
+    def forward(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        keywords = dict(keywords)
+        hidden: torch.Tensor = arguments[0] if arguments else keywords.pop("hidden_states")
+        if not given:
+            given.append(hidden.clone())
+        records.append((arguments[1:], keywords))
+        return hidden
+
+    return forward

@@ -1,0 +1,83 @@
+"""Suites: strict documents that name a text once, and a limit that is part of what a report says."""
+
+from pathlib import Path
+
+import pytest
+
+from quantkit.data import shipped_names
+from quantkit.errors import SchemaError, UsageError
+from quantkit.evaluate.suite import Suite, load_suite
+from quantkit.texts import load_text
+
+CORPUS = {"text": "handbook-zh", "windows": 12, "length": 64}
+
+
+def write(directory: Path, text: str) -> str:
+    path = directory / "mine.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", shipped_names("evals/suites"))
+def test_every_shipped_suite_loads_under_its_own_name(name: str) -> None:
+    assert load_suite(name).name == name
+
+
+def test_the_default_suite_has_two_corpora_and_one_is_chinese() -> None:
+    suite = load_suite("quick")
+    assert len(suite.perplexity) == 2
+    chinese = [corpus.text for corpus in suite.perplexity if corpus.text.endswith("-zh")]
+    assert load_text(chinese[0]).language == "zh"
+    assert suite.fidelity in suite.perplexity, "fidelity shares the run of a perplexity corpus"
+
+
+def test_a_limit_cuts_every_text_and_never_adds_windows() -> None:
+    suite = Suite(name="s", perplexity=[CORPUS, {**CORPUS, "text": "b", "windows": 2}], fidelity=CORPUS)
+    limited = suite.limited(5)
+    assert [corpus.windows for corpus in limited.perplexity] == [5, 2]
+    assert limited.fidelity is not None
+    assert limited.fidelity.windows == 5
+    assert suite.limited(None) is suite
+    assert [corpus.windows for corpus in suite.perplexity] == [12, 2]
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_leaves_nothing_is_an_error(limit: int) -> None:
+    with pytest.raises(UsageError, match="leaves nothing"):
+        load_suite("quick").limited(limit)
+
+
+def test_the_hash_changes_with_the_windows() -> None:
+    first = Suite(name="s", perplexity=[CORPUS])
+    assert first.sha256 == Suite(name="s", perplexity=[CORPUS]).sha256
+    assert first.sha256 != Suite(name="s", perplexity=[{**CORPUS, "windows": 11}]).sha256
+    assert first.sha256 != Suite(name="s", perplexity=[CORPUS], bos="window").sha256
+
+
+def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
+    path = write(tmp_path, "name: mine\nperplexity: [{text: a, windows: 1, lenght: 64}]\n")
+    with pytest.raises(SchemaError, match=r"perplexity\.0\.lenght.*did you mean 'length'"):
+        load_suite(path)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "perplexity: []",
+        "perplexity: [{text: a, windows: 0, length: 64}]",
+        "perplexity: [{text: a, windows: 1, length: 1}]",
+        "perplexity: [{text: a, windows: 1.5, length: 64}]",
+        "perplexity: [{text: a, windows: 1, length: 64}, {text: a, windows: 2, length: 64}]",
+        "perplexity: [{text: a, windows: 1, length: 64}]\nbos: sometimes",
+        "fidelity: {text: a, windows: 1, length: 64}",
+        "perplexity: [{text: a, windows: 1, length: 64}]\nperplexity: []",
+    ],
+)
+def test_a_suite_that_makes_no_sense_is_an_error_naming_the_file(body: str, tmp_path: Path) -> None:
+    with pytest.raises(SchemaError, match=r"mine\.yaml"):
+        load_suite(write(tmp_path, f"name: mine\n{body}\n"))
+
+
+def test_a_name_that_is_not_shipped_lists_the_near_ones() -> None:
+    with pytest.raises(SchemaError, match="quick"):
+        load_suite("quik")

@@ -1,0 +1,281 @@
+"""Verification: each missing, changed and extra file is named, and one flipped byte anywhere is found or refused."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.artifact import record_components, shard, verify, writing
+from quantkit.canonical import canonical_json, sha256_bytes
+from quantkit.checkpoint import open_checkpoint
+from quantkit.errors import ArtifactError
+from quantkit.manifest import read_manifest
+from quantkit.pipeline import convert
+from quantkit.plan import make_plan
+from quantkit.recipe import load_recipe
+from quantkit.tensorfile import TensorSpec
+
+# One file of each component.
+FILES = {
+    "model-00002-of-00004.safetensors": "weights",
+    "model.safetensors.index.json": "weights",
+    "config.json": "config",
+    "tokenizer.json": "tokenizer",
+    "tokenizer_config.json": "tokenizer",
+    "chat_template.jinja": "chat_template",
+    "generation_config.json": "generation",
+    "LICENSE": "other",
+}
+
+
+@pytest.fixture(scope="module")
+def pristine(zoo: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    plan = make_plan(open_checkpoint(str(zoo("llama_untied"))), load_recipe("rtn-g64"))
+    output = tmp_path_factory.mktemp("pristine") / "llama-rtn-g64"
+    return convert(plan, output, shard_bytes=40_000).path
+
+
+@pytest.fixture
+def artifact(pristine: Path, tmp_path: Path) -> Path:
+    """An artifact that a test may damage."""
+    return shutil.copytree(pristine, tmp_path / "llama-rtn-g64")
+
+
+def flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def test_an_untouched_copy_verifies(artifact: Path) -> None:
+    assert verify(artifact) == []
+    assert set(FILES) <= {path.name for path in artifact.iterdir()}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_is_named_with_its_component(name: str, artifact: Path) -> None:
+    (artifact / name).unlink()
+    assert verify(artifact) == [f"missing: {name} ({FILES[name]})"]
+
+
+@pytest.mark.parametrize("place", [0.0, 0.5, 0.999])
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit_is_found_wherever_it_is(name: str, place: float, artifact: Path) -> None:
+    path = artifact / name
+    flip(path, int(path.stat().st_size * place))
+    assert verify(artifact) == [f"changed: {name} ({FILES[name]})"]
+
+
+def test_every_single_file_of_the_artifact_is_covered(pristine: Path, artifact: Path) -> None:
+    for path in sorted(pristine.iterdir()):
+        # Of the run record, which is no part of the identity, only the identity that it holds is bound to the rest.
+        flip(artifact / path.name, path.read_bytes().find(b'"identity"') + 14 if path.name == "run.json" else 5)
+        try:
+            found = verify(artifact)
+        except ArtifactError as error:
+            found = [error.problem]
+        assert len(found) == 1, path.name
+        assert path.name in found[0]
+        shutil.copyfile(path, artifact / path.name)
+
+
+def test_a_longer_and_a_shorter_file_are_changed_files(artifact: Path) -> None:
+    with (artifact / "LICENSE").open("ab") as stream:
+        stream.write(b" ")
+    (artifact / "config.json").write_bytes((artifact / "config.json").read_bytes()[:-1])
+    assert verify(artifact) == ["changed: LICENSE (other)", "changed: config.json (config)"]
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "model-00005-of-00005.safetensors", "evals/run.sh", "deep/er/file", ".x"]
+)
+def test_an_extra_file_is_named(name: str, artifact: Path) -> None:
+    (artifact / name).parent.mkdir(parents=True, exist_ok=True)
+    (artifact / name).write_text("x")
+    assert verify(artifact) == [f"extra: {name}"]
+
+
+def test_several_problems_are_all_named(artifact: Path) -> None:
+    (artifact / "LICENSE").unlink()
+    flip(artifact / "tokenizer.json", 40)
+    (artifact / "new").write_text("")
+    assert verify(artifact) == ["missing: LICENSE (other)", "changed: tokenizer.json (tokenizer)", "extra: new"]
+
+
+def test_reports_may_stand_under_evals(artifact: Path) -> None:
+    (artifact / "evals").mkdir()
+    for name in ("quick.json", "quick.html"):
+        (artifact / "evals" / name).write_text("{}")
+    assert verify(artifact) == []
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-00002-of-00004.safetensors"])
+def test_a_link_in_the_place_of_a_file_is_refused(name: str, artifact: Path, tmp_path: Path) -> None:
+    target = (artifact / name).rename(tmp_path / "elsewhere")
+    (artifact / name).symlink_to(target)
+    assert f"missing: {name} ({FILES[name]})" in verify(artifact)
+
+
+@pytest.mark.parametrize("name", ["extra", "evals/quick.json"])
+def test_an_extra_link_is_named(name: str, artifact: Path) -> None:
+    (artifact / "evals").mkdir()
+    (artifact / name).symlink_to(artifact / "LICENSE")
+    assert verify(artifact) == [f"extra: {name}"]
+
+
+def test_a_linked_folder_is_an_extra_file(artifact: Path, tmp_path: Path) -> None:
+    (artifact / "linked").symlink_to(tmp_path)
+    assert verify(artifact) == ["extra: linked"]
+
+
+# The manifest itself
+
+
+def test_a_manifest_that_is_not_canonical_is_refused(artifact: Path) -> None:
+    path = artifact / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()), indent=2))
+    with pytest.raises(ArtifactError, match="not in canonical form"):
+        verify(artifact)
+
+
+def test_a_manifest_without_its_last_newline_is_refused(artifact: Path) -> None:
+    path = artifact / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match="not in canonical form"):
+        verify(artifact)
+
+
+def test_a_canonical_manifest_with_another_value_is_found_through_the_run_record(artifact: Path) -> None:
+    path = artifact / "manifest.json"
+    values = json.loads(path.read_bytes())
+    values["totals"]["parameters"] += 1
+    path.write_bytes(canonical_json(values))
+    (problem,) = verify(artifact)
+    assert problem.startswith("changed: manifest.json or run.json")
+    assert sha256_bytes(canonical_json(values)) in problem
+
+
+def test_every_flipped_byte_of_the_manifest_is_found_or_refused(artifact: Path) -> None:
+    path = artifact / "manifest.json"
+    original = path.read_bytes()
+    for position in range(0, len(original), 97):
+        flip(path, position)
+        try:
+            assert verify(artifact), f"byte {position} was flipped and nothing was said"
+        except ArtifactError as error:
+            assert str(path) in error.problem  # noqa: PT017 - either outcome is right
+        path.write_bytes(original)
+    assert verify(artifact) == []
+
+
+def test_a_run_record_of_another_run_is_found(artifact: Path) -> None:
+    run = json.loads((artifact / "run.json").read_bytes())
+    run["identity"] = "0" * 64
+    (artifact / "run.json").write_text(json.dumps(run))
+    assert verify(artifact)[0].startswith("changed: manifest.json or run.json (the run made 0000")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", "{}"])
+def test_an_unreadable_run_record_is_found(content: str, artifact: Path) -> None:
+    (artifact / "run.json").write_text(content)
+    assert len(verify(artifact)) == 1
+
+
+def test_an_artifact_without_run_record_still_verifies(artifact: Path) -> None:
+    (artifact / "run.json").unlink()
+    assert verify(artifact) == []
+
+
+@pytest.mark.parametrize("content", [None, "", "[1]", "{}", '{"schema_version":1,"schema_version":1}'])
+def test_a_directory_without_a_usable_manifest_is_refused(content: str | None, artifact: Path) -> None:
+    path = artifact / "manifest.json"
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ArtifactError, match=r"manifest\.json"):
+        verify(artifact)
+
+
+def test_a_manifest_of_another_schema_version_is_refused(artifact: Path) -> None:
+    path = artifact / "manifest.json"
+    values = json.loads(path.read_bytes())
+    values["schema_version"] = 2
+    path.write_bytes(canonical_json(values))
+    with pytest.raises(ArtifactError, match="schema_version"):
+        verify(artifact)
+
+
+def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="is not a directory"):
+        verify(tmp_path / "nothing")
+
+
+def test_the_identity_is_the_hash_of_the_manifest_file(artifact: Path) -> None:
+    manifest = read_manifest(artifact)
+    assert manifest.identity == sha256_bytes((artifact / "manifest.json").read_bytes())
+    assert manifest.identity == json.loads((artifact / "run.json").read_bytes())["identity"]
+
+
+def test_the_manifest_holds_no_time_host_or_path(artifact: Path, pristine: Path) -> None:
+    run = json.loads((artifact / "run.json").read_bytes())
+    text = (artifact / "manifest.json").read_text()
+    for name in ("started", "host", "source_path", "platform"):
+        assert f'"{name}"' not in text
+    for value in (run["started"], run["source_path"], str(pristine)):
+        assert value not in text
+
+
+def test_components_list_each_file_once_and_empty_ones_are_there(tmp_path: Path) -> None:
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in ("model.safetensors", "additional_chat_templates/tool.jinja", "modeling_own.py"):
+        (tmp_path / name).write_text(name)
+    found = {component: [r.name for r in records] for component, records in record_components(tmp_path).items()}
+    assert found == {
+        "weights": ["model.safetensors"], "config": [], "tokenizer": [], "generation": [],
+        "chat_template": ["additional_chat_templates/tool.jinja"], "other": ["modeling_own.py"],
+    }  # fmt: skip
+
+
+# Writing
+
+
+def test_the_final_name_appears_only_when_the_block_ends(tmp_path: Path) -> None:
+    output = tmp_path / "artifact"
+    with writing(output) as directory:
+        (directory / "file").write_text("x")
+        assert not output.exists()
+    assert (output / "file").read_text() == "x"
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_an_output_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
+    output = tmp_path / "artifact"
+
+    def write_while_another_appears() -> None:
+        with writing(output) as directory:
+            (directory / "file").write_text("ours")
+            output.mkdir()
+            (output / "theirs").write_text("theirs")
+
+    with pytest.raises(ArtifactError, match="exists"):
+        write_while_another_appears()
+    assert [path.name for path in output.iterdir()] == ["theirs"]
+    assert list(tmp_path.iterdir()) == [output]
+
+
+def test_an_output_whose_parent_is_a_file_is_an_error_naming_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(ArtifactError, match=r"file/artifact cannot be written"),
+        writing(tmp_path / "file" / "artifact"),
+    ):
+        pass
+
+
+def test_shards_keep_the_order_and_the_limit_and_give_large_tensors_a_file_of_their_own() -> None:
+    sizes = [3, 3, 10, 1, 1, 1, 9]
+    specs = [TensorSpec(str(n), torch.uint8, (size,)) for n, size in enumerate(sizes)]
+    assert [[spec.nbytes for spec in part] for part in shard(specs, 6)] == [[3, 3], [10], [1, 1, 1], [9]]

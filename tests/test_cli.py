@@ -1,0 +1,355 @@
+"""The command line as a contract: one result on stdout, one line for an error, exit codes that scripts depend on."""
+
+import json
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit import cli
+from quantkit.checkpoint import open_checkpoint
+from quantkit.data import shipped_names
+from quantkit.demo import DemoResult
+from quantkit.gates import Row, Verdict, load_policy
+from quantkit.pipeline import convert
+from quantkit.plan import make_plan
+from quantkit.recipe import load_recipe
+
+Zoo = Callable[[str], Path]
+
+
+@dataclass
+class Result:
+    """What a command did: exit code, stdout, stderr."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """The one JSON object on stdout: anything before or behind it is an error."""
+        value = json.loads(self.out)
+        assert isinstance(value, dict)
+        return value
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Run]:
+    """The command, in this process, in an empty directory; streams are taken at the descriptors."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    handler = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: str | Path) -> Result:
+        monkeypatch.setattr(sys, "argv", ["quantkit", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        return Result(int(left.value.code or 0), *capfd.readouterr())
+
+    yield call
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture(scope="module")
+def artifact(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    plan = make_plan(open_checkpoint(str(zoo("llama"))), load_recipe("rtn-g64"))
+    return convert(plan, tmp_path_factory.mktemp("cli") / "artifact").path
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    text = tmp_path / "notes.txt"
+    text.write_text("The valve opens at 3.5 MPa. " * 12)
+    path = tmp_path / "tiny.yaml"
+    corpus = f"{{text: {text}, windows: 3, length: 40}}"
+    path.write_text(f"name: tiny\nperplexity: [{corpus}]\nfidelity: {corpus}\n")
+    return path
+
+
+# Results
+
+
+def test_convert_writes_the_default_name_and_prints_a_table(run: Run, zoo: Zoo) -> None:
+    found = run("convert", zoo("llama"), "--recipe", "rtn-g64")
+    assert found.code == 0
+    assert [path.name for path in Path().iterdir()] == ["llama-rtn-g64"]
+    for shown in ("14 linears", "bits per weight", "4.25"):
+        assert shown in found.out
+    assert "identity" in found.err
+
+
+def test_convert_with_json_prints_one_object_and_messages_go_to_stderr(run: Run, zoo: Zoo, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    found = run("convert", zoo("llama"), "--recipe", "rtn-g64-zp", "--output", output, "--json")
+    assert found.code == 0
+    manifest = (output / "manifest.json").read_bytes()
+    assert found.json["path"] == str(output)
+    assert found.json["identity"] in found.err
+    assert len(found.json["layers"]) == len(json.loads(manifest)["layers"]) == 14
+    assert all(layer["scheme"] == "int4 g64 zp" for layer in found.json["layers"])
+
+
+def test_convert_takes_settings_and_a_shard_size(run: Run, zoo: Zoo) -> None:
+    settings = ("--set", "weights.group_size=32", "--set", 'ignore=["re:.*down_proj"]')
+    found = run("convert", zoo("llama_untied"), "--recipe", "rtn-g64", *settings, "--shard-size", "40KB", "--json")
+    assert found.code == 0
+    assert {layer["scheme"] for layer in found.json["layers"]} == {"int4 g32 sym"}
+    assert not any(layer["name"].endswith("down_proj") for layer in found.json["layers"])
+    assert (Path(found.json["path"]) / "model.safetensors.index.json").is_file()
+
+
+def test_verify_says_yes_with_0_and_no_with_1(run: Run, artifact: Path, tmp_path: Path) -> None:
+    good = run("verify", artifact)
+    assert (good.code, good.err) == (0, "")
+    assert "every byte is as recorded" in good.out
+    assert run("verify", artifact, "--json").json["verified"] is True
+    changed = shutil.copytree(artifact, tmp_path / "changed")
+    (changed / "LICENSE").unlink()
+    (changed / "new").write_text("")
+    bad = run("verify", changed)
+    assert (bad.code, bad.out.splitlines()) == (1, ["missing: LICENSE (other)", "extra: new"])
+    as_json = run("verify", changed, "--json")
+    assert as_json.code == 1
+    assert as_json.json["problems"] == ["missing: LICENSE (other)", "extra: new"]
+    assert as_json.json["verified"] is False
+
+
+def test_inspect_of_an_artifact_shows_nominal_and_true_bits(run: Run, artifact: Path) -> None:
+    table, values = run("inspect", artifact), run("inspect", artifact, "--json")
+    assert table.code == values.code == 0
+    assert table.err == values.err == ""
+    assert "nominal" in table.out
+    totals = values.json["totals"]
+    assert totals["bits_per_weight_nominal"] == 4.25
+    assert totals["bits_per_weight"] > 4.25
+    assert f"{totals['bits_per_weight']:.4f} stored, 4.2500 nominal" in table.out
+    assert values.json["kind"] == "artifact"
+
+
+def test_inspect_of_a_checkpoint_shows_its_structure(run: Run, zoo: Zoo) -> None:
+    table, values = run("inspect", zoo("mixtral")), run("inspect", zoo("mixtral"), "--json")
+    assert table.code == values.code == 0
+    assert values.json["kind"] == "checkpoint"
+    assert values.json["blocks"] == {"name": "model.layers", "count": 2}
+    assert len(values.json["linears"]) == 8
+    assert "2 in model.layers" in table.out
+
+
+def test_eval_writes_the_report_inside_the_artifact_and_prints_it(
+    run: Run, zoo: Zoo, suite: Path, tmp_path: Path
+) -> None:
+    made = run("convert", zoo("llama"), "--recipe", "rtn-g64", "--output", tmp_path / "out", "--json").json
+    table = run("eval", tmp_path / "out", "--suite", suite)
+    assert table.code == 0
+    assert "fidelity.kl_mean" in table.out
+    report = tmp_path / "out" / "evals" / "tiny.json"
+    assert json.loads(report.read_bytes())["identity"] == made["identity"]
+    found = run("eval", tmp_path / "out", "--suite", suite, "--limit", "2", "--json")
+    assert found.code == 0
+    assert found.json["path"] == str(report)
+    assert found.json["suite"]["limit"] == 2
+    assert found.json["metrics"]["fidelity"]["tokens"] == 2 * 39
+    assert run("verify", tmp_path / "out").code == 0
+
+
+def test_eval_of_a_checkpoint_writes_beside_and_to_the_output_asked_for(run: Run, zoo: Zoo, suite: Path) -> None:
+    assert run("eval", zoo("llama"), "--suite", suite).code == 0
+    assert [path.name for path in Path().iterdir()] == ["llama.tiny.json"]
+    found = run("eval", zoo("llama"), "--suite", suite, "--output", "new/mine.json", "--json")
+    assert found.json["path"] == "new/mine.json"
+    assert json.loads(Path("new/mine.json").read_bytes())["subject"]["kind"] == "checkpoint"
+
+
+def test_recipes_lists_every_shipped_one_and_prints_one_that_loads_again(run: Run) -> None:
+    table, values = run("recipes"), run("recipes", "--json")
+    assert table.code == values.code == 0
+    assert sorted(values.json) == shipped_names("recipes")
+    assert all(name in table.out for name in shipped_names("recipes"))
+    Path("mine.yaml").write_text(run("recipes", "rtn-g64").out)
+    assert run("recipes", "mine.yaml", "--json").json == run("recipes", "rtn-g64", "--json").json
+
+
+@pytest.mark.parametrize("passed", [True, False])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_the_demo_leaves_with_the_verdict_of_its_gate(
+    passed: bool, options: list[str], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = Row("fidelity.kl_mean", "<= 0.6", "0.04", "+0.56", "pass" if passed else "fail")
+    verdict = Verdict("a" * 64, load_policy("smoke"), [row])
+    monkeypatch.setattr(DemoResult, "rows", lambda _: {"gate": "smoke"})
+    monkeypatch.setattr(DemoResult, "values", lambda self: {"gate": self.verdict.values()})
+    monkeypatch.setattr("quantkit.demo.base_checkpoint", lambda *_: Path("base"))
+    monkeypatch.setattr("quantkit.demo.run_demo", lambda *_: DemoResult(Path(), None, None, Path(), verdict))
+    found = run("demo", *options)
+    assert found.code == (0 if passed else 1)
+    assert ("pass" if passed else "fail") in found.out
+
+
+# The plan
+
+
+def test_a_dry_run_reads_no_weights_and_writes_nothing(
+    run: Run, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    for module in ("tensorfile", "pipeline"):
+        for function in ("read_tensor", "read_chunks"):
+            monkeypatch.setattr(f"quantkit.{module}.{function}", refuse)
+    before = sorted(tmp_path.rglob("*"))
+    table = run("convert", zoo("llama"), "--recipe", "rtn-g64", "--dry-run")
+    values = run("convert", zoo("llama"), "--recipe", "rtn-g64", "--dry-run", "--json")
+    assert table.code == values.code == 0
+    assert values.json["kind"] == "plan"
+    assert len(values.json["layers"]) == 14
+    assert values.json["needs"]["disk_bytes"] > 0
+    assert "plan llama" in table.out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_dry_run_of_a_file_that_holds_only_a_header_works(run: Run, zoo: Zoo, tmp_path: Path) -> None:
+    source = shutil.copytree(zoo("llama"), tmp_path / "sparse")
+    path = source / "model.safetensors"
+    size = path.stat().st_size
+    data = path.read_bytes()
+    path.write_bytes(data[: 8 + struct.unpack("<Q", data[:8])[0]])
+    os.truncate(path, size)
+    planned = run("convert", source, "--recipe", "rtn-g64", "--dry-run", "--json").json
+    expected = run("convert", zoo("llama"), "--recipe", "rtn-g64", "--dry-run", "--json").json
+    assert planned["layers"] == expected["layers"]
+    assert planned["totals"] == expected["totals"]
+
+
+def test_the_plan_says_what_the_conversion_then_does(run: Run, zoo: Zoo, tmp_path: Path) -> None:
+    for name in ("gpt2", "mixtral", "gemma3"):
+        plan = run("convert", zoo(name), "--recipe", "rtn-g64", "--dry-run", "--json").json
+        made = run("convert", zoo(name), "--recipe", "rtn-g64", "--output", tmp_path / name, "--json").json
+        assert [layer["name"] for layer in plan["layers"]] == [layer["name"] for layer in made["layers"]]
+        assert [kept["name"] for kept in plan["kept"]] == [kept["name"] for kept in made["kept"]]
+        assert plan["fallbacks"] == made["fallbacks"]
+        assert plan["readers"] == made["readers"]
+        assert plan["totals"]["bits_per_weight"] == made["totals"]["bits_per_weight"]
+
+
+# Errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["convert", "MODEL", "--recipe", "rtn-g6"], ["rtn-g64"]),
+        (["convert", "MODEL", "--recipe", "missing.yaml"], ["missing.yaml does not exist"]),
+        (["convert", "MODEL", "--recipe", "rtn-g64", "--set", "weights.group_sise=64"], ["group_sise", "'group_size'"]),
+        (["convert", "MODEL", "--recipe", "rtn-g64", "--set", "wieghts.bits=4"], ["wieghts", "did you mean 'weights'"]),
+        (["convert", "MODEL", "--recipe", "rtn-g64", "--set", "weights.bits=5"], ["weights.bits"]),
+        (["convert", "MODEL", "--recipe", "rtn-g64", "--set", "weights.bits"], ["is not KEY=VALUE"]),
+        (["convert", "MODEL", "--recipe", "rtn-g64", "--set", "weights.bits=[4"], ["weights.bits", "YAML"]),
+        (
+            ["convert", "MODEL", "--recipe", "rtn-g64", "--set", "weights.group_size=48", "--set", "group_fallback=[]"],
+            ["group size 48 does not divide", "down_proj", "128"],
+        ),
+        (["convert", "./nothing", "--recipe", "rtn-g64"], ["./nothing does not exist"]),
+        (["convert", "nothing", "--recipe", "rtn-g64"], ["nothing does not exist"]),
+        (["convert", "MODEL", "--recipe", "rtn-g64", "--shard-size", "5 parsecs"], ["'5 parsecs' is not a size"]),
+        (["convert", "MODEL", "--recipe", "rtn-g64", "--shard-size", "0GB"], ["'0GB' is not a size"]),
+        (["convert", "MODEL", "--recipe", "rtn-g64", "--output", "."], [". exists"]),
+        (["convert", "MODEL", "--recipe", "rtn-g64", "--output", ".", "--dry-run"], [". exists"]),
+        (["convert", "ARTIFACT", "--recipe", "rtn-g64"], ["is quantised already"]),
+        (["convert", "MODEL"], ["--recipe"]),
+        (["convert"], ["model"]),
+        (["convret"], ["convret"]),
+        (["convert", "MODEL", "--recipe", "rtn-g64", "--fast"], ["--fast"]),
+        (["verify", "./nothing"], ["nothing is not a directory"]),
+        (["verify", "MODEL"], ["manifest.json does not exist"]),
+        (["inspect", "./nothing"], ["./nothing does not exist"]),
+        (["eval", "MODEL", "--suite", "quik"], ["quick"]),
+        (["eval", "MODEL", "--limit", "0"], ["--limit 0 leaves nothing"]),
+        (["eval", "MODEL", "--limit", "many"], ["--limit", "integer"]),
+        (["recipes", "rtn-g6"], ["rtn-g64"]),
+    ],
+)
+def test_an_error_is_one_line_that_names_the_thing_and_exit_code_2(
+    arguments: list[str], words: list[str], run: Run, zoo: Zoo, artifact: Path
+) -> None:
+    places = {"MODEL": str(zoo("llama")), "ARTIFACT": str(artifact)}
+    found = run(*[places.get(argument, argument) for argument in arguments])
+    assert found.code == 2, found.err
+    assert found.out == ""
+    assert len(found.err.splitlines()) == 1, found.err
+    assert found.err.startswith("quantkit: ")
+    for word in words:
+        assert word in found.err
+    assert list(Path().iterdir()) == []
+
+
+def test_an_error_in_the_middle_of_a_conversion_is_one_line_and_leaves_nothing(
+    run: Run, zoo: Zoo, tmp_path: Path
+) -> None:
+    source = shutil.copytree(zoo("llama"), tmp_path / "llama")
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][1, 1] = torch.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    found = run("convert", source, "--recipe", "rtn-g64")
+    assert (found.code, found.out) == (2, "")
+    assert "Traceback" not in found.err
+    lines = [line for line in found.err.splitlines() if line.startswith("quantkit: ")]
+    assert len(lines) == 1
+    assert found.err.splitlines()[-1] == lines[0]
+    assert "model.layers.1.mlp.down_proj.weight" in lines[0]
+    assert list(Path().iterdir()) == []
+
+
+def test_a_changed_artifact_is_not_evaluated(run: Run, artifact: Path, suite: Path, tmp_path: Path) -> None:
+    changed = shutil.copytree(artifact, tmp_path / "changed")
+    (changed / "LICENSE").write_text("another")
+    found = run("eval", changed, "--suite", suite)
+    assert (found.code, found.out) == (2, "")
+    assert "changed: LICENSE" in found.err
+
+
+def test_an_interrupt_is_exit_code_3_and_one_line(run: Run, zoo: Zoo, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("quantkit.plan.make_plan", interrupt)
+    found = run("convert", zoo("llama"), "--recipe", "rtn-g64")
+    assert (found.code, found.out) == (3, "")
+    assert found.err.splitlines() == [
+        "quantkit: interrupted; run the same command again; nothing was left under the final name"
+    ]
+
+
+@pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["convert", "--help"], 0), (["bogus"], 2)])
+def test_the_installed_command_has_the_same_exit_codes(arguments: list[str], code: int) -> None:
+    command = [sys.executable, "-m", "quantkit.cli", *arguments]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == code
+    assert "Traceback" not in found.stderr
+    assert bool(found.stdout) == (code == 0)
+
+
+def test_asking_for_help_loads_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys\nfrom quantkit.cli import main\nsys.argv = ['quantkit', '--help']\n"
+        "try:\n    main()\nexcept SystemExit:\n    pass\n"
+        "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0

@@ -1,0 +1,123 @@
+"""The real demo model: what the tiny ones cannot show. `pytest -m real`; skipped where its package cannot be fetched."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from quantkit.artifact import verify
+from quantkit.checkpoint import load_gguf, open_checkpoint
+from quantkit.demo import base_checkpoint, load_demo
+from quantkit.errors import TextError
+from quantkit.evaluate.loader import load_artifact, load_checkpoint
+from quantkit.evaluate.protocol import Windows, load_windows
+from quantkit.evaluate.scoring import perplexity_metrics, score_windows
+from quantkit.material import package_file
+from quantkit.pipeline import convert
+from quantkit.plan import make_plan
+from quantkit.recipe import load_recipe
+
+pytestmark = [pytest.mark.real, pytest.mark.xdist_group("real")]
+WINDOWS, LENGTH = 8, 512
+
+Artifact = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def base() -> Path:
+    try:
+        return base_checkpoint(load_demo())
+    except TextError as error:
+        pytest.skip(f"the demo model is not here: {error.problem}")
+
+
+@pytest.fixture(scope="module")
+def windows(base: Path) -> Windows:
+    try:
+        return load_windows("wiki-en", open_checkpoint(str(base)).tokenizer(), WINDOWS, LENGTH)
+    except TextError as error:
+        pytest.skip(f"the text is not here: {error.problem}")
+
+
+@pytest.fixture(scope="module")
+def artifact(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """The artifact of the real model under a recipe, converted once."""
+    root = tmp_path_factory.mktemp("real")
+
+    def path(recipe: str) -> Path:
+        output = root / recipe
+        if not output.exists():
+            convert(make_plan(open_checkpoint(str(base)), load_recipe(recipe)), output)
+        return output
+
+    return path
+
+
+def logits(model: PreTrainedModel, windows: Windows) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(input_ids=windows.ids[:1, :128], use_cache=False).logits
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+def test_the_permuted_base_is_the_packaged_model_as_a_function(
+    base: Path, windows: Windows, record_property: Callable[[str, object], None]
+) -> None:
+    config, state, _ = load_gguf(package_file(load_demo().package))
+    packaged = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    packaged.load_state_dict(state, strict=False)
+    packaged.tie_weights()
+    moved = difference(logits(load_checkpoint(open_checkpoint(str(base))), windows), logits(packaged, windows))
+    record_property("largest difference of a logit", moved)
+    assert moved < 1e-4
+
+
+def test_every_linear_is_quantised_and_the_artifact_verifies(artifact: Artifact) -> None:
+    for recipe in ("rtn-g64", "rtn-g64-zp"):
+        assert verify(artifact(recipe)) == []
+    manifest = make_plan(open_checkpoint(str(base_checkpoint(load_demo()))), load_recipe("rtn-g64"))
+    assert len(manifest.quantised) == 210
+
+
+def test_symmetric_logits_are_those_of_transformers(
+    artifact: Artifact, windows: Windows, record_property: Callable[[str, object], None]
+) -> None:
+    found = logits(load_artifact(artifact("rtn-g64")), windows)
+    moved = difference(found, logits(AutoModelForCausalLM.from_pretrained(artifact("rtn-g64")), windows))
+    record_property("largest difference of a logit", moved)
+    assert moved < 1e-4
+
+
+def test_zero_point_logits_are_those_of_transformers_in_the_stored_arithmetic(
+    artifact: Artifact, windows: Windows, record_property: Callable[[str, object], None]
+) -> None:
+    path = artifact("rtn-g64-zp")
+    stored = logits(load_artifact(path, arithmetic="stored"), windows)
+    exact = logits(load_artifact(path), windows)
+    expected = logits(AutoModelForCausalLM.from_pretrained(path), windows)
+    record_property("largest difference of a logit, stored to transformers", difference(stored, expected))
+    record_property("largest difference of a logit, stored to exact", difference(stored, exact))
+    assert difference(stored, expected) < 1e-4
+    assert 0 < difference(stored, exact) < 0.5
+
+
+def test_perplexities_stand_in_the_classic_order(
+    base: Path, artifact: Artifact, windows: Windows, record_property: Callable[[str, object], None]
+) -> None:
+    def perplexity(model: PreTrainedModel) -> float:
+        return float(perplexity_metrics(score_windows(model, windows.ids))["value"]["value"])
+
+    recipes = ["rtn-int8", "rtn-int8-tensor", "rtn-g64-zp", "rtn-g64", "rtn-int4", "rtn-int4-tensor"]
+    found = {recipe: perplexity(load_artifact(artifact(recipe))) for recipe in recipes}
+    reference = perplexity(load_checkpoint(open_checkpoint(str(base))))
+    for name, value in (found | {"float32": reference}).items():
+        record_property(f"perplexity {name}", value)
+    assert found["rtn-int8"] < found["rtn-int8-tensor"]
+    assert found["rtn-g64-zp"] < found["rtn-g64"] < found["rtn-int4"]
+    assert 10 * found["rtn-int4"] < found["rtn-int4-tensor"]
+    assert reference < found["rtn-g64-zp"]
+    assert found["rtn-int8"] < 1.02 * reference
