@@ -68,7 +68,7 @@ def main() -> int:
         return 0
     hidden, intermediate = (512, 1856) if arguments.small else (2048, 7424)
     large, little = Shape(32, hidden, intermediate), Shape(8, hidden, intermediate)
-    with working_directory(arguments.work, 2 * 2 * large_bytes(large)) as work:
+    with working_directory(arguments.work, 3 * large_bytes(large)) as work:
         conversion = measure_conversion(work, large, arguments.repeats)
         evaluation = measure_evaluation(work, little, arguments.repeats)
     result = {

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import IO, Any
 
 import torch
 
-from quantkit.canonical import sha256_file
+from quantkit.canonical import sha256_file, sha256_json
 from quantkit.checkpoint import INDEX_FILE, WEIGHTS_FILE
 from quantkit.errors import ArtifactError
 from quantkit.files import sync_directory, write_file
@@ -147,21 +148,29 @@ def verify(artifact: Path) -> list[str]:
         elif path.stat().st_size != record.size or sha256_file(path) != record.sha256:
             problems.append(f"changed: {name} ({component_of(name)})")
     problems += [f"extra: {name}" for name in _extra_files(artifact, manifest)]
-    run = artifact / RUN_FILE
-    if run.is_file() and (recorded := _recorded_identity(run)) != manifest.identity:
-        problems.append(
-            f"changed: {MANIFEST_FILE} or {RUN_FILE} (the run made {recorded}, this is {manifest.identity})"
-        )
+    if (artifact / RUN_FILE).is_file():
+        problems += _run_problems(artifact / RUN_FILE, manifest)
     return problems
 
 
-def _recorded_identity(run: Path) -> Any:
-    """The identity that the run wrote down: it catches a manifest that was edited into another valid one."""
+def seal_run(record: dict[str, Any]) -> bytes:
+    """run.json: the record with its own hash, so that a changed byte shows. Not part of the identity."""
+    sealed = record | {"sha256": sha256_json(record)}
+    return json.dumps(sealed, indent=2, sort_keys=True).encode() + b"\n"
+
+
+def _run_problems(path: Path, manifest: Manifest) -> list[str]:
+    """What is wrong with a run record: changed itself, or that of another manifest (then one of the two was edited)."""
     try:
-        value = json.loads(run.read_bytes())
-    except (OSError, ValueError):
-        return "an unreadable record"
-    return value.get("identity") if isinstance(value, dict) else None
+        record = json.loads(path.read_bytes())
+        intact = record.pop("sha256") == sha256_json(record) and seal_run(record) == path.read_bytes()
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError):
+        return [f"changed: {RUN_FILE} (unreadable)"]
+    if not intact:
+        return [f"changed: {RUN_FILE}"]
+    if record.get("identity") != manifest.identity:
+        return [f"changed: {MANIFEST_FILE} (the run made {record.get('identity')}, this is {manifest.identity})"]
+    return []
 
 
 def _extra_files(artifact: Path, manifest: Manifest) -> list[str]:
@@ -184,7 +193,10 @@ def _lock(output: Path) -> IO[bytes]:
     stream = _lock_path(output).open("wb")
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        # Its last holder may have removed the file between our open and our lock: then the lock guards nothing.
+        if os.fstat(stream.fileno()).st_ino != _lock_path(output).stat().st_ino:
+            raise BlockingIOError
+    except (BlockingIOError, FileNotFoundError):
         stream.close()
         raise ArtifactError(f"another process is writing {output}", "wait for it, or choose another --output") from None
     return stream

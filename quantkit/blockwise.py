@@ -17,6 +17,7 @@ from torch import nn
 from quantkit.affine import dequantize
 from quantkit.algorithms.gptq import row_errors
 from quantkit.algorithms.rtn import rtn_quantize
+from quantkit.algorithms.smoothquant import fake_quantize_tokens
 from quantkit.errors import NumericsError
 from quantkit.fold import TOLERANCE, apply_fold, check_closure, discover_fold_sites
 from quantkit.live import LiveModel, samples
@@ -71,7 +72,8 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
         with _single_threaded():
             _quantise(plan, work, sink)
         if index + 1 < len(live.blocks):
-            live.advance(index, hidden)
+            with _rounded_inputs(work, plan.recipe.activations is not None):
+                live.advance(index, hidden)
         live.free(index)
 
 
@@ -231,6 +233,23 @@ def _output_error(weight: torch.Tensor, rounded: torch.Tensor, stats: Calibratio
 
 def _digits(value: float) -> float:
     return float(f"{value:.6g}")
+
+
+@contextmanager
+def _rounded_inputs(work: _Block, active: bool) -> Iterator[None]:
+    """The block's quantised linears see inputs rounded to int8, as the artifact's will."""
+
+    def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:  # noqa: ARG001
+        value = arguments[0]
+        return fake_quantize_tokens(value.reshape(-1, value.shape[-1])).reshape(value.shape)
+
+    modules = [work.module.get_submodule(part) for part in work.layers] if active else []
+    handles = [module.register_forward_pre_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

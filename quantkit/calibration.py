@@ -135,7 +135,7 @@ def _cut(
     picked = table[[n * len(table) // used for n in range(used)]] if used else table[:0]
     skipped = {
         "blank_documents": text.blank,
-        "tokens_of_the_unfilled_last_window": rest,
+        "tokens_in_unfilled_last_window": rest,
         "windows_not_needed": len(table) - used,
     }
     account = {

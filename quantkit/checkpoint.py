@@ -30,6 +30,7 @@ INDEX_FILE = "model.safetensors.index.json"
 _OTHER_WEIGHTS = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".h5", ".msgpack", ".onnx", ".gguf", ".npz", ".ot"}
 # What an artifact writes itself: a copy of the source's would claim to describe the artifact.
 _WRITTEN_BY_US = {"config.json", "manifest.json", "run.json", INDEX_FILE}
+_TOKENIZER_FILES = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges", "tekken")
 # Folders that belong to a tokenizer.
 _SIDE_FOLDERS = {"additional_chat_templates"}
 
@@ -66,6 +67,9 @@ class Checkpoint:
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the checkpoint. Raises CheckpointError where there is none."""
+        if not any(name.startswith(_TOKENIZER_FILES) for name in self.side_files):
+            # The library would make an empty tokenizer for some architectures, and every text would be nothing.
+            raise CheckpointError(f"{self.name}: {self.directory} has no tokenizer files", "add those of the model")
         try:
             return AutoTokenizer.from_pretrained(self.directory, trust_remote_code=self.trust_remote_code)
         except Exception as error:  # the library raises almost anything here

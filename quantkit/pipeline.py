@@ -17,14 +17,13 @@ from typing import Any
 import torch
 
 from quantkit.algorithms.rtn import rtn_quantize
-from quantkit.artifact import WeightsWriter, record_components, refuse_existing, writing
+from quantkit.artifact import WeightsWriter, record_components, refuse_existing, seal_run, writing
 from quantkit.blockwise import quantise_blocks
 from quantkit.calibration import Calibration
 from quantkit.canonical import sha256_file
 from quantkit.checkpoint import Checkpoint, config_values
 from quantkit.errors import ArtifactError, CalibrationError, CheckpointError, NumericsError
 from quantkit.files import copy_file, write_file
-from quantkit.formats import FORMATS
 from quantkit.manifest import (
     MANIFEST_FILE,
     RUN_FILE,
@@ -87,8 +86,7 @@ def convert(
             copy_file(plan.checkpoint.directory / name, directory / name)
         manifest = _manifest(plan, sink, calibration, directory, digests.result())
         write_file(directory / MANIFEST_FILE, manifest.data)
-        run = _run_record(plan, manifest, started)
-        write_file(directory / RUN_FILE, json.dumps(run, indent=2, sort_keys=True).encode() + b"\n")
+        write_file(directory / RUN_FILE, seal_run(_run_record(plan, manifest, started)))
     return Converted(output, manifest, time.time() - started)
 
 
@@ -156,7 +154,7 @@ def _check_copy(dropped: Dropped) -> None:
 def _write_config(plan: Plan, directory: Path) -> None:
     values = config_values(plan.checkpoint.directory)
     if plan.quantised:
-        format = FORMATS[plan.recipe.format]
+        format = plan.format
         values["quantization_config"] = format.config(plan.stored_layers, plan.dense_linears, plan.dense_experts)
     write_file(directory / "config.json", json.dumps(values, indent=2, ensure_ascii=False).encode() + b"\n")
 
@@ -226,7 +224,7 @@ def _manifest(
 def totals(plan: Plan, directory: Path | None = None) -> Totals:
     """Sizes of a plan; with `directory`, the weight bytes are those of the files on disk."""
     quantised = sum(layer.entry.numel for layer in plan.quantised)
-    format = FORMATS[plan.recipe.format]
+    format = plan.format
     stored = sum(s.nbytes for layer in plan.quantised for s in format.spec(layer.name, layer.shape, layer.scheme))
     nominal = sum(layer.scheme.nominal_bits(layer.shape[1]) * layer.entry.numel for layer in plan.quantised)
     files = [] if directory is None else [path.stat().st_size for path in directory.glob("*.safetensors")]

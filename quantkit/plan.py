@@ -1,7 +1,7 @@
 """The plan: what happens to every tensor of a checkpoint under a recipe, decided from headers and structure alone."""
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import torch
@@ -18,11 +18,14 @@ from quantkit.blocks import (
 )
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.formats import FORMATS, StoredLayer
+from quantkit.formats import Format, StoredLayer, format_of
 from quantkit.manifest import FallbackRecord
 from quantkit.recipe import Recipe, WeightFormat, matches
 from quantkit.tensorfile import TensorEntry, TensorSpec
 from quantkit.types import QuantScheme
+
+# What a run takes whatever the model: slices at work, buffers, the libraries' own.
+_OVERHEAD = 1 << 27
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,12 @@ class Plan:
         return [StoredLayer(layer.name, layer.module, layer.scheme) for layer in self.quantised]
 
     @property
+    def format(self) -> Format:
+        return format_of(self.recipe.format, self.recipe.activations is not None)
+
+    @property
     def readers(self) -> dict[str, str]:
-        return FORMATS[self.recipe.format].readers(self.stored_layers)
+        return self.format.readers(self.stored_layers)
 
     @property
     def output_bytes(self) -> int:
@@ -88,9 +95,29 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Estimate of the memory the run needs beside Python itself: the largest tensor, its codes, its packed form."""
+        """Estimate of the memory the run needs beside Python itself.
+
+        Data-free: the largest tensor, its codes and its packed form. Calibrated: the largest block in float32 twice
+        (its weights and what replaces them), a float64 Gram matrix for each of its inputs, the hidden states, and at
+        the start the embedding.
+        """
         largest = max((layer.entry for layer in self.quantised), key=lambda entry: entry.nbytes, default=None)
-        return 0 if largest is None else largest.nbytes + 2 * largest.numel + (1 << 26)
+        if largest is None:
+            return 0
+        spec = self.recipe.calibration
+        if spec is None or not self.recipe.calibrated:
+            return largest.nbytes + 2 * largest.numel + _OVERHEAD
+        weights: Counter[str] = Counter()
+        inputs: dict[str, set[tuple[str, int]]] = defaultdict(set)
+        for layer in self.quantised:
+            block = _block_of(layer.module)
+            weights[block] += layer.entry.numel
+            inputs[block].add((layer.module.rpartition(".")[0], layer.shape[1]))
+        grams = max(sum(8 * width * width for _, width in found) for found in inputs.values())
+        table = max((kept.entry.numel for kept in self.kept), default=0)
+        width = min(layer.shape[1] for layer in self.quantised)
+        hidden = 4 * spec.samples * spec.sequence_length * width
+        return max(8 * max(weights.values()) + 2 * grams, 4 * table) + hidden + _OVERHEAD
 
 
 def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
@@ -318,9 +345,15 @@ class _Planner:
         return sorted({match[1] for match in numbered if match})
 
 
+def _block_of(module: str) -> str:
+    """The name of a module up to its first number: the block that it stands in."""
+    match = re.match(r".*?\.\d+(?=\.|$)", module)
+    return match[0] if match else module
+
+
 def output_specs(plan: Plan) -> list[TensorSpec]:
     """The tensors of the artifact in the order in which they are made."""
-    format = FORMATS[plan.recipe.format]
+    format = plan.format
     specs = []
     made = {layer.entry.name: layer for layer in plan.quantised}
     gone = {dropped.entry.name for dropped in plan.dropped}

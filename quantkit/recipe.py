@@ -48,6 +48,15 @@ class Override(Strict):
         return _checked_pattern(value)
 
 
+class ActivationFormat(Strict):
+    """The number format of a linear's inputs: int8, a scale a token, found when the token comes."""
+
+    bits: Literal[8] = 8
+    granularity: Literal["token"] = "token"
+    dynamic: Literal[True] = True
+    symmetric: Literal[True] = True
+
+
 class CalibrationSpec(Strict):
     """The calibration set of calibrated passes."""
 
@@ -62,7 +71,7 @@ class Recipe(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     description: str
     weights: WeightFormat
-    activations: None = None
+    activations: ActivationFormat | None = None
     group_fallback: list[Annotated[int, Field(ge=1)]] = []
     ignore: list[str] = []
     overrides: list[Override] = []
@@ -81,6 +90,16 @@ class Recipe(Strict):
         if value not in FORMATS:
             raise ValueError(f"unknown format {value!r}; known: {', '.join(FORMATS)}")
         return value
+
+    @model_validator(mode="after")
+    def _activations_fit_the_weights(self) -> "Recipe":
+        formats = [self.weights, *(override.weights for override in self.overrides)]
+        for weights in formats:
+            if self.activations is None or weights is None:
+                continue
+            if weights.bits != 8 or weights.granularity == "group" or not weights.symmetric:
+                raise ValueError("activations: int8 products need 8-bit symmetric weights by channel or tensor")
+        return self
 
     @model_validator(mode="after")
     def _passes_are_transforms_then_one_quantiser(self) -> "Recipe":

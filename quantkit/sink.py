@@ -8,7 +8,6 @@ import torch
 
 from quantkit.affine import dequantize, row_slices
 from quantkit.artifact import WeightsWriter
-from quantkit.formats import FORMATS
 from quantkit.manifest import FallbackRecord, FoldRecord, LayerError, LayerRecord, OutputError, SchemeRecord
 from quantkit.passes import Chosen
 from quantkit.plan import Plan, Quantised
@@ -40,8 +39,8 @@ class Sink:
         output_error: OutputError | None = None,
         tokens: int | None = None,
     ) -> QuantizedTensor:
-        """Pack and write a layer; returns it as read back from the packed form. `weight`: the float that was rounded."""
-        format = FORMATS[self.plan.recipe.format]
+        """Pack and write a layer; returns it as read back from the packed form. `weight`: the float it was made of."""
+        format = self.plan.format
         stored = format.pack(chosen.tensor)
         for local, tensor in stored.items():
             self.writer.write(f"{layer.name}.{local}", tensor)

@@ -26,6 +26,10 @@ Layout = Literal["text", "lines", "jsonl", "parquet", "json-values", "mediawiki"
 
 # Where named texts are defined, in this order.
 _FOLDERS = ("evals/texts", "calib/texts")
+# What readers raise where a file is not what its layout says, from whichever library.
+_UNREADABLE = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RecursionError, ElementTree.ParseError,
+)  # fmt: skip
 _LAYOUT_OF_SUFFIX: dict[str, Layout] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
 
 
@@ -132,7 +136,7 @@ def _documents(definition: TextDefinition, origin: Path) -> Iterator[str]:
 def _read(path: Path, layout: Layout, field: str) -> Iterator[str]:
     try:
         yield from _READERS[layout](path, field)
-    except (OSError, ValueError, KeyError, TypeError, ElementTree.ParseError, EOFError) as error:
+    except _UNREADABLE as error:
         what = " ".join(str(error).split()) or type(error).__name__
         raise TextError(
             f"{path} cannot be read as {layout} with field {field!r} ({what})", "correct the file"

@@ -80,6 +80,20 @@ def test_zero_point_two_bits_by_hand() -> None:
     assert dequantize(tensor).tolist() == [[-0.5, 0.0, 0.5, 1.0]]
 
 
+def test_the_zero_point_is_the_nearest_code() -> None:
+    # scale 1; zero at 0.75 is nearer to code 1 than to 0, and zero at 2.25 nearer to 2 than to 3
+    _, zeros = choose_qparams(torch.tensor([[-0.75, 2.25], [-2.25, 0.75]]), QuantScheme(2, "channel", symmetric=False))
+    assert zeros is not None
+    assert zeros.tolist() == [[1], [2]]
+
+
+def test_values_beyond_a_given_scale_take_the_last_code_of_their_side() -> None:
+    scales, weight = torch.tensor([[0.5]], dtype=torch.float16), torch.tensor([[-9.0, 9.0, -1.0]])
+    assert quantize(weight, scales, None, QuantScheme(3, "channel")).codes.tolist() == [[1, 7, 2]]
+    zeros = torch.tensor([[3]], dtype=torch.uint8)
+    assert quantize(weight, scales, zeros, QuantScheme(3, "channel", symmetric=False)).codes.tolist() == [[0, 7, 1]]
+
+
 def test_zero_points_follow_their_own_group_and_row() -> None:
     weight = torch.tensor([[0.0, 3.0, -3.0, 0.0], [-1.0, 2.0, -2.0, 1.0]])
     tensor = rounded(weight, QuantScheme(2, "group", 2, symmetric=False))

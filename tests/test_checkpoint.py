@@ -300,7 +300,7 @@ def test_a_missing_tokenizer_is_an_error_only_when_it_is_asked_for(model: Path) 
     for path in model.glob("tokenizer*"):
         path.unlink()
     checkpoint = open_checkpoint(str(model))
-    with pytest.raises(CheckpointError, match="no tokenizer can be loaded"):
+    with pytest.raises(CheckpointError, match="no tokenizer"):
         checkpoint.tokenizer()
 
 

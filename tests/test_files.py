@@ -67,6 +67,13 @@ def test_readers_never_see_the_file_half_written(tmp_path: Path, monkeypatch: py
     assert seen == [b"old", b"new"]
 
 
+def test_a_reader_that_has_the_file_open_keeps_the_old_bytes(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"old")
+    with (tmp_path / "f").open("rb") as stream:
+        replace_file(tmp_path / "f", b"new")
+        assert stream.read() == b"old"
+
+
 def test_copying_keeps_every_byte_and_follows_links(tmp_path: Path, flushed: list[str]) -> None:
     data = bytes(range(256)) * 3
     (tmp_path / "blob").write_bytes(data)

@@ -21,9 +21,10 @@ from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.artifact import verify
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, NumericsError, QuantkitError
-from quantkit.pipeline import Converted, convert, rounding_error
+from quantkit.pipeline import Converted, convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
+from quantkit.sink import rounding_error
 from quantkit.tensorfile import read_header
 from quantkit.types import QuantScheme
 from tests.zoo import ARCHITECTURES

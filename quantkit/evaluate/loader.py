@@ -12,10 +12,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quantkit.affine import dequantize
+from quantkit.algorithms.smoothquant import token_codes
 from quantkit.blocks import build_skeleton
 from quantkit.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from quantkit.errors import ArtifactError, CheckpointError
-from quantkit.formats import FORMATS, Format
+from quantkit.formats import Format, format_of
 from quantkit.loading import fill_parameters
 from quantkit.manifest import MANIFEST_FILE, LayerRecord, read_manifest
 from quantkit.tensorfile import TensorEntry, read_tensor
@@ -40,19 +41,37 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.format, self.scheme, self.arithmetic = format, scheme, arithmetic
         self.out_features, self.in_features, self.dtype = dense.out_features, dense.in_features, dense.weight.dtype
-        self._names = list(stored)
+        # "weight" is what the dequantised property is called; the stored codes of that name stand beside it.
+        self._names = {name: "weight_codes" if name == "weight" else name for name in stored}
         for name, tensor in stored.items():
-            self.register_buffer(name, tensor, persistent=False)
+            self.register_buffer(self._names[name], tensor, persistent=False)
         self.bias = dense.bias
 
     @property
     def weight(self) -> torch.Tensor:
         """The dequantised weight `[out, in]`, in the dtype of the dense linear it stands for; made on each access."""
-        stored = {name: getattr(self, name) for name in self._names}
+        stored = {name: self.get_buffer(place) for name, place in self._names.items()}
         return dequantize(self.format.unpack(stored, self.scheme), self.dtype, self.arithmetic)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(inputs, self.weight, self.bias)
+
+
+class Int8Linear(PackedLinear):
+    """A linear of int8 weights and int8 inputs, multiplied as integers: nothing but the rounding loses anything.
+
+    Each token (row of the input) is rounded to symmetric int8 on its own absmax scale; sums are int32.
+    """
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows = inputs.reshape(-1, inputs.shape[-1])
+        codes, steps = token_codes(rows)
+        weight, scales = self.get_buffer("weight_codes"), self.get_buffer("weight_scale")
+        sums = torch._int_mm(codes, weight.T)
+        outputs = (sums.float() * steps * scales.float().T).to(inputs.dtype)
+        if self.bias is not None:
+            outputs = outputs + self.bias
+        return outputs.reshape(*inputs.shape[:-1], -1)
 
 
 def load_artifact(
@@ -79,7 +98,7 @@ def load_artifact(
     if hasattr(checkpoint.config, "quantization_config"):
         del checkpoint.config.quantization_config
     model = build_skeleton(checkpoint, dtype, real_buffers=True)
-    format = FORMATS[manifest.format]
+    format = format_of(manifest.format, manifest.recipe.get("activations") is not None)
     entries = dict(checkpoint.entries)
     for layer in manifest.layers:
         stored = _take_layer(entries, layer, format, path)
@@ -88,7 +107,8 @@ def load_artifact(
         parent_name, _, leaf = layer.module.rpartition(".")
         parent = model.get_submodule(parent_name)
         dense = getattr(parent, leaf)
-        setattr(parent, leaf, PackedLinear(stored, format, scheme, dense, product))
+        kind = Int8Linear if format.int8_activations else PackedLinear
+        setattr(parent, leaf, kind(stored, format, scheme, dense, product))
     _load_dense(model, entries, checkpoint)
     return model.to(device).eval()
 

@@ -25,6 +25,9 @@ class StoredLayer:
 class Format(Protocol):
     """Local names, inputs untouched, nothing quantised again. `spec` works without data, so sizes can be planned."""
 
+    int8_activations: bool
+    """Whether inputs are rounded to int8 a token as well, so that products are integer."""
+
     def spec(self, name: str, shape: tuple[int, int], scheme: QuantScheme) -> list[TensorSpec]:
         """The tensors that `pack` will write for module `name` with a weight of `shape`."""
         ...

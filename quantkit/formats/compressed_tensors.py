@@ -43,6 +43,8 @@ _KEPT_EXPERTS: dict[str, Any] = {
 class CompressedTensors:
     """`pack-quantized`, any of 2 to 8 bits, symmetric or with zero-points."""
 
+    int8_activations = False
+
     def spec(self, name: str, shape: tuple[int, int], scheme: QuantScheme) -> list[TensorSpec]:
         rows, columns = shape
         groups = scheme.groups(columns)
@@ -85,29 +87,8 @@ class CompressedTensors:
 
     def config(self, layers: list[StoredLayer], dense: list[str], experts: list[str]) -> dict[str, Any]:
         """One config group a scheme. A single scheme targets every Linear; several name their layers."""
-        by_scheme: dict[tuple[int, int | None, bool], list[StoredLayer]] = defaultdict(list)
-        for layer in layers:
-            by_scheme[layer.scheme.bits, layer.scheme.group_size, layer.scheme.symmetric].append(layer)
-        groups = {
-            f"group_{n}": {
-                "targets": ["Linear"] if len(by_scheme) == 1 else _both_names(members),
-                "input_activations": None,
-                "output_activations": None,
-                "weights": _weights_config(members[0].scheme),
-            }
-            for n, members in enumerate(by_scheme.values())
-        }
-        config: dict[str, Any] = {
-            "quant_method": "compressed-tensors",
-            "format": "pack-quantized",
-            # Without this status the load succeeds with random weights.
-            "quantization_status": "compressed",
-            "global_compression_ratio": None,
-            "kv_cache_scheme": None,
-            "ignore": sorted(dense) + [rf"re:^{re.escape(name)}\." for name in sorted(experts)],
-            "config_groups": groups | (_KEPT_EXPERTS if experts else {}),
-        }
-        if _needs_dequantize(layers) and len(by_scheme) == 1:
+        config = config_frame("pack-quantized", layers, dense, experts, None)
+        if _needs_dequantize(layers) and len(_by_scheme(layers)) == 1:
             config["dequantize"] = True
         return config
 
@@ -120,6 +101,40 @@ class CompressedTensors:
             "transformers": _transformers_reads(layers, len(schemes)),
             "vllm": _vllm_reads(schemes),
         }
+
+
+def config_frame(
+    name: str, layers: list[StoredLayer], dense: list[str], experts: list[str], activations: dict[str, Any] | None
+) -> dict[str, Any]:
+    """`quantization_config` of a format of this family; see `Format.config`."""
+    by_scheme = _by_scheme(layers)
+    groups = {
+        f"group_{n}": {
+            "targets": ["Linear"] if len(by_scheme) == 1 else _both_names(members),
+            "input_activations": activations,
+            "output_activations": None,
+            "weights": _weights_config(members[0].scheme),
+        }
+        for n, members in enumerate(by_scheme)
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        # Without this status the load succeeds with random weights.
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": sorted(dense) + [rf"re:^{re.escape(expert)}\." for expert in sorted(experts)],
+        "config_groups": groups | (_KEPT_EXPERTS if experts else {}),
+    }
+
+
+def _by_scheme(layers: list[StoredLayer]) -> list[list[StoredLayer]]:
+    """Layers that one config group can describe, in order of their first."""
+    groups: dict[tuple[int, int | None, bool], list[StoredLayer]] = defaultdict(list)
+    for layer in layers:
+        groups[layer.scheme.bits, layer.scheme.group_size, layer.scheme.symmetric].append(layer)
+    return list(groups.values())
 
 
 def _weights_config(scheme: QuantScheme) -> dict[str, Any]:

@@ -271,24 +271,29 @@ def test_the_config_is_one_that_the_reference_library_parses(schemes: list[Quant
 
 
 @pytest.mark.parametrize(
-    ("scheme", "vllm"),
+    ("scheme", "refused"),
     [
-        (scheme_of(4, 128, True), "yes, Marlin"),
-        (scheme_of(4, 64, False), "yes, Marlin"),
-        (scheme_of(8, None, True), "yes, Marlin"),
+        (scheme_of(4, 128, True), None),
+        (scheme_of(4, 64, False), None),
+        (scheme_of(8, None, True), None),
         (scheme_of(8, 64, False), "no kernel for int8 group 64 zero-point"),
         (scheme_of(3, 64, True), "no kernel for int3 group 64 symmetric"),
         (scheme_of(4, 16, True), "no kernel for int4 group 16 symmetric"),
     ],
 )
-def test_readers_say_which_schemes_a_server_has_no_kernel_for(scheme: QuantScheme, vllm: str) -> None:
+def test_readers_say_which_schemes_a_server_has_no_kernel_for(scheme: QuantScheme, refused: str | None) -> None:
     readers = FORMAT.readers([StoredLayer("a", "a", scheme)])
-    assert readers["vllm"] == vllm
-    assert readers["quantkit"] == "yes, packed in memory"
+    assert readers["quantkit"].startswith("yes")
+    if refused is None:
+        assert readers["vllm"].startswith("yes")
+    else:
+        assert refused in readers["vllm"]
+        assert not readers["vllm"].startswith("yes")
 
 
 def test_readers_say_that_zero_points_under_several_schemes_do_not_load_plainly() -> None:
     mixed = [StoredLayer("a", "a", scheme_of(4, 64, False)), StoredLayer("b", "b", scheme_of(8, None, True))]
-    assert FORMAT.readers(mixed)["transformers"].startswith("only with compressed-tensors")
+    assert not FORMAT.readers(mixed)["transformers"].startswith("yes")
+    assert "zero-points under several schemes" in FORMAT.readers(mixed)["transformers"]
     assert FORMAT.readers(mixed[:1])["transformers"].startswith("yes")
-    assert FORMAT.readers([]) == {"quantkit": "yes", "transformers": "yes, unquantised", "vllm": "yes, unquantised"}
+    assert all(answer.startswith("yes") for answer in FORMAT.readers([]).values())

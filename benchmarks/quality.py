@@ -1,0 +1,170 @@
+"""What each calibrated recipe gives at equal bits, and what each ingredient adds, measured on packed files.
+
+    python benchmarks/quality.py                    every case; about an hour on two cores
+    python benchmarks/quality.py --only gptq        the cases whose label holds a word
+
+Calibration is plain encyclopaedia text, judgement is news text that calibration never saw, 40 windows of 512 tokens, in
+float32, against the float32 base of the demo, which runs once a window. Cases that are measured alone are merged into
+the committed result, each with the identity of its artifact.
+"""
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rtn_table import ROOT, rounded, say, score_all
+
+from quantkit.calibration import calibrate_from, load_set
+from quantkit.checkpoint import Checkpoint, open_checkpoint
+from quantkit.demo import base_checkpoint, load_demo
+from quantkit.evaluate.loader import load_artifact, load_checkpoint
+from quantkit.evaluate.protocol import load_windows
+from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics
+from quantkit.manifest import Manifest
+from quantkit.pipeline import convert
+from quantkit.plan import make_plan
+from quantkit.recipe import load_recipe
+
+RESULT = Path("benchmarks/results/quality.json")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a recipe, the keys of it that are changed, and the number of calibration samples of 512 tokens."""
+
+    label: str
+    recipe: str
+    samples: int = 32
+    settings: tuple[str, ...] = ()
+
+
+_MINMAX = "passes=[{gptq: {scales: minmax, sweeps: 0}}]"
+_SEARCHED = "passes=[{gptq: {sweeps: 0}}]"
+CASES = [
+    Case("rtn g64 zp, min-max", "rtn-g64-zp", 0),
+    Case("rtn g64 zp, searched", "awq-g64", 32, ("passes=[{rtn: {scales: searched}}]",)),
+    Case("gptq g64 zp, min-max", "gptq-g64-zp", 32, (_MINMAX,)),
+    Case("gptq g64 zp, searched", "gptq-g64-zp", 32, (_SEARCHED,)),
+    Case("gptq-g64-zp", "gptq-g64-zp"),
+    Case("gptq-g64", "gptq-g64"),
+    Case("awq-g64", "awq-g64"),
+    Case("awq-gptq-g64, 32", "awq-gptq-g64"),
+    Case("awq-gptq-g64", "awq-gptq-g64", 128),
+    Case("awq-gptq g64 symmetric", "awq-gptq-g64", 128, ("weights.symmetric=true",)),
+    Case("awq-gptq g64 3 bits", "awq-gptq-g64", 128, ("weights.bits=3",)),
+    Case("w8a8 plain", "smoothquant-w8a8", 32, ("passes=[rtn]", "calibration=null")),
+    Case("w8a8 alpha 0.5", "smoothquant-w8a8", 32, ("passes=[{smoothquant: {alpha: 0.5}}, rtn]",)),
+    Case("w8a8 alpha 0.8", "smoothquant-w8a8", 32, ("passes=[{smoothquant: {alpha: 0.8}}, rtn]",)),
+    Case("smoothquant-w8a8", "smoothquant-w8a8"),
+    Case("gptq-w8a8", "gptq-w8a8"),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", help="only the cases whose label holds this; may be given again")
+    parser.add_argument("--windows", type=int, default=40, help="windows of news-en that judge (default 40)")
+    parser.add_argument("--no-write", action="store_true", help="print only; leave the committed result alone")
+    arguments = parser.parse_args()
+    cases = [case for case in CASES if not arguments.only or any(word in case.label for word in arguments.only)]
+    result = measure(cases, arguments.windows)
+    if not arguments.no_write:
+        result = merged(result, ROOT / RESULT)
+        (ROOT / RESULT).parent.mkdir(parents=True, exist_ok=True)
+        (ROOT / RESULT).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        say(f"wrote {RESULT}")
+    print(markdown(result))
+    return 0
+
+
+@torch.no_grad()
+def measure(cases: list[Case], count: int) -> dict[str, Any]:
+    """Convert every case, then score all of them beside the base."""
+    checkpoint = open_checkpoint(str(base_checkpoint(load_demo(), say)))
+    windows = load_windows("news-en", checkpoint.tokenizer(), count, 512)
+    models, made = {}, {}
+    with tempfile.TemporaryDirectory(prefix="quality-") as folder:
+        for case in cases:
+            output = Path(folder) / "artifact"
+            made[case.label] = run(case, checkpoint, output)
+            models[case.label] = load_artifact(output, dtype=torch.float32)
+            shutil.rmtree(output)  # the packed tensors are in memory now
+        base = load_checkpoint(checkpoint, dtype=torch.float32)
+        scores = score_all(base, models, windows.ids)
+    return {
+        "what": "fidelity of packed artifacts to their float32 base on news text that calibration never saw",
+        "command": "python benchmarks/quality.py",
+        "base": {"name": checkpoint.name, "dtype": "float32"},
+        "protocol": windows.rules,
+        "calibration": "encyclopaedia, samples of 512 tokens",
+        "versions": {name: version(name) for name in ("quantkit", "torch", "transformers", "numpy")},
+        "rows": [row(case, *made[case.label], scores[case.label]) for case in cases],
+    }
+
+
+def run(case: Case, checkpoint: Checkpoint, output: Path) -> tuple[Manifest, dict[str, float]]:
+    """Convert one case; its manifest, and the seconds that it took."""
+    recipe = load_recipe(case.recipe, list(case.settings))
+    plan = make_plan(checkpoint, recipe)
+    calibration = None
+    if recipe.calibrated:
+        calibration = calibrate_from(load_set("encyclopaedia"), checkpoint.tokenizer(), case.samples, 512)
+    wall, cpu = time.time(), time.process_time()
+    manifest = convert(plan, output, calibration=calibration).manifest
+    seconds = {"wall": round(time.time() - wall, 1), "cpu": round(time.process_time() - cpu, 1)}
+    say(f"{case.label}: converted in {seconds['wall']} s wall, {seconds['cpu']} s CPU")
+    return manifest, seconds
+
+
+def row(case: Case, manifest: Manifest, seconds: dict[str, float], scores: Scores) -> dict[str, Any]:
+    perplexity, fidelity = perplexity_metrics(scores), fidelity_metrics(scores)
+    return {
+        "label": case.label,
+        "recipe": " ".join([case.recipe, *(f"--set '{setting}'" for setting in case.settings)]),
+        "samples": case.samples,
+        "identity": manifest.identity,
+        "bits_per_weight": manifest.totals.bits_per_weight,
+        "fallbacks": len(manifest.fallbacks),
+        "seconds": seconds,
+        "kl_mean": rounded(fidelity["kl_mean"]),
+        "top1": rounded(fidelity["top1"]),
+        "perplexity": rounded(perplexity["value"]),
+        "perplexity_base": rounded(perplexity["reference"]),
+    }
+
+
+def merged(result: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The committed result with these rows put in, where it was measured by the same protocol."""
+    old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": [], "protocol": None}
+    if old["protocol"] != result["protocol"]:
+        return result
+    rows = {one["label"]: one for one in old["rows"]} | {one["label"]: one for one in result["rows"]}
+    return result | {"rows": [rows[case.label] for case in CASES if case.label in rows]}
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table of docs/quality.md."""
+    lines = [
+        "| case | samples | bits per weight | KL | 95 % interval | top-1 | perplexity | CPU s |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for one in result["rows"]:
+        kl = one["kl_mean"]
+        lines.append(
+            f"| {one['label']} | {one['samples'] or '-'} | {one['bits_per_weight']:.3f} | {kl['value']:.4f} | "
+            f"{kl['low']:.4f} to {kl['high']:.4f} | {100 * one['top1']['value']:.1f} % | "
+            f"{one['perplexity']['value']:.2f} | {one['seconds']['cpu']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""Running a checkpoint block by block is running the model."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quantkit.blocks import find_blocks
+from quantkit.checkpoint import open_checkpoint
+from quantkit.live import LiveModel
+from tests.zoo import ARCHITECTURES
+
+IDS = torch.arange(1, 73).reshape(3, 24)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_blocks_in_turn_give_the_hidden_states_of_the_whole_model(name: str, zoo: Callable[[str], Path]) -> None:
+    live = LiveModel(open_checkpoint(str(zoo(name))))
+    hidden = live.start(IDS)
+    for index in range(len(live.blocks)):
+        live.load(index)
+        live.advance(index, hidden)
+        live.free(index)
+    model = AutoModelForCausalLM.from_pretrained(zoo(name)).eval()
+    found: list[torch.Tensor] = []
+    find_blocks(model)[1][-1].register_forward_hook(
+        lambda module, given, output: found.append(output[0] if isinstance(output, tuple) else output)  # noqa: ARG005
+    )
+    with torch.no_grad():
+        model(IDS)
+    torch.testing.assert_close(hidden, found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_only_one_block_has_weights(zoo: Callable[[str], Path]) -> None:
+    live = LiveModel(open_checkpoint(str(zoo("llama"))))
+    live.start(IDS)
+    assert all(parameter.is_meta for parameter in live.model.parameters())
+    live.load(1)
+    assert not any(parameter.is_meta for parameter in live.blocks[1].parameters())
+    assert all(parameter.is_meta for parameter in live.blocks[0].parameters())
+    live.free(1)
+    assert all(parameter.is_meta for parameter in live.model.parameters())
+
+
+def test_a_short_sample_runs_with_masks_of_its_own_length(zoo: Callable[[str], Path]) -> None:
+    live = LiveModel(open_checkpoint(str(zoo("gemma3"))))
+    hidden = live.start(IDS, short=20)
+    live.load(0)
+    whole = live.run(0, hidden[:1])
+    torch.testing.assert_close(live.run(0, hidden[:1, :20]), whole[:, :20], rtol=1e-5, atol=1e-6)
+
+
+def test_a_stacked_expert_is_no_single_tensor_on_disk(zoo: Callable[[str], Path]) -> None:
+    live = LiveModel(open_checkpoint(str(zoo("mixtral"))))
+    assert live.entry_of("model.layers.0.mlp.experts.gate_up_proj") is None
+    entry = live.entry_of("model.layers.0.self_attn.q_proj.weight")
+    assert entry is not None
+    assert entry.name == "model.layers.0.self_attn.q_proj.weight"

@@ -1,0 +1,80 @@
+"""Calibration statistics: exact sums, shared inputs, additivity, and scaling."""
+
+import pytest
+import torch
+from torch import nn
+
+from quantkit.errors import NumericsError
+from quantkit.stats import collect, merge
+from quantkit.types import CalibrationStats
+
+
+class _Block(nn.Module):
+    """Two linears that read one tensor, and one that reads another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.out = nn.Linear(6, 5), nn.Linear(6, 5), nn.Linear(5, 6)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.tanh(self.left(hidden)) * self.right(hidden))
+
+
+@pytest.fixture
+def block() -> _Block:
+    torch.manual_seed(3)
+    return _Block().requires_grad_(False)
+
+
+def _samples(count: int, seed: int = 0) -> list[torch.Tensor]:
+    return list(torch.randn(count, 1, 7, 6, generator=torch.Generator().manual_seed(seed)))
+
+
+def _collect(block: _Block, samples: list[torch.Tensor]) -> dict[str, CalibrationStats]:
+    return {name: s.stats for s in collect(block, ["left", "right", "out"], block, samples) for name in s.names}
+
+
+def test_linears_that_read_one_tensor_share_one_set_of_sums(block: _Block) -> None:
+    shared = collect(block, ["left", "right", "out"], block, _samples(2))
+    assert [part.names for part in shared] == [("left", "right"), ("out",)]
+
+
+def test_sums_are_those_of_all_tokens(block: _Block) -> None:
+    samples = _samples(4)
+    rows = torch.cat(samples).reshape(-1, 6).double()
+    stats = _collect(block, samples)["left"]
+    torch.testing.assert_close(stats.gram, rows.T @ rows, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(stats.absmax.double(), rows.abs().amax(0))
+    torch.testing.assert_close(stats.act_mean.double(), rows.abs().mean(0), rtol=1e-5, atol=1e-7)
+    assert stats.tokens == 28
+
+
+def test_statistics_of_two_halves_add_up_to_the_whole(block: _Block) -> None:
+    samples = _samples(6)
+    whole = _collect(block, samples)["out"]
+    halves = merge(_collect(block, samples[:2])["out"], _collect(block, samples[2:])["out"])
+    torch.testing.assert_close(halves.gram, whole.gram)
+    torch.testing.assert_close(halves.absmax, whole.absmax)
+    assert halves.tokens == whole.tokens
+
+
+def test_scaled_statistics_are_those_of_scaled_inputs(block: _Block) -> None:
+    samples = _samples(3)
+    scales = torch.rand(6, generator=torch.Generator().manual_seed(1)) + 0.5
+    moved = _collect(block, samples)["left"].scaled(scales)
+    again = _collect(block, [sample / scales for sample in samples])["left"]
+    torch.testing.assert_close(moved.gram, again.gram, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(moved.absmax, again.absmax)
+    torch.testing.assert_close(moved.act_mean, again.act_mean)
+
+
+def test_one_non_finite_sample_is_an_error_that_names_the_linear(block: _Block) -> None:
+    samples = _samples(3)
+    samples[1][0, 2, 3] = float("nan")
+    with pytest.raises(NumericsError, match="the input of left holds NaN"):
+        collect(block, ["left", "out"], block, samples)
+
+
+def test_hooks_are_gone_afterwards(block: _Block) -> None:
+    collect(block, ["left"], block, _samples(1))
+    assert not block.left._forward_pre_hooks
