@@ -10,8 +10,9 @@ demo: $(INSTALLED)
 	rm -rf build/demo
 	$(BIN)/quantkit demo --output build/demo
 
+# Two workers of one thread each: on two cores, more threads would spend their time waiting for each other.
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -188,6 +188,7 @@ def row(case: Case, manifest: Manifest, scores: Scores) -> dict[str, Any]:
         "label": case.label,
         "recipe": case.key,
         "identity": manifest.identity,
+        "weights_sha256": [record.sha256 for record in manifest.components["weights"]],
         "bits_per_weight": manifest.totals.bits_per_weight,
         "bits_per_weight_nominal": manifest.totals.bits_per_weight_nominal,
         "weight_bytes": manifest.totals.weight_bytes,

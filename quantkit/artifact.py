@@ -164,7 +164,7 @@ def _run_problems(path: Path, manifest: Manifest) -> list[str]:
     try:
         record = json.loads(path.read_bytes())
         intact = record.pop("sha256") == sha256_json(record) and seal_run(record) == path.read_bytes()
-    except (OSError, ValueError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return [f"changed: {RUN_FILE} (unreadable)"]
     if not intact:
         return [f"changed: {RUN_FILE}"]

@@ -9,6 +9,9 @@ A row of n codes takes ceil(n * bits / 32) words. This is the layout that compre
 
 import torch
 
+# Rows are unpacked in slices of about so many codes: temporaries of whole layers would stay in the heap for good.
+_SLICE_CODES = 1 << 18
+
 
 def packed_width(count: int, bits: int) -> int:
     """Number of int32 words that `count` codes of `bits` bits take."""
@@ -40,17 +43,27 @@ def unpack_int32(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     if words != packed_width(count, bits):
         raise ValueError(f"{count} codes of {bits} bits take {packed_width(count, bits)} words, not {words}")
     unit = _codes_per_unit(bits)
-    size = unit * bits // 8
-    data = packed.contiguous().view(torch.uint8).reshape(rows, -1)
     units = -(-count // unit)
+    codes = torch.empty(rows, units, unit, dtype=torch.uint8)
+    step = max(1, _SLICE_CODES // max(1, count))
+    for start in range(0, rows, step):
+        part = slice(start, start + step)
+        merged = _merged_units(packed[part], units, unit * bits // 8)
+        for k in range(unit):
+            codes[part, :, k] = (merged >> (bits * k)) & ((1 << bits) - 1)
+    return codes.reshape(rows, -1)[:, :count].contiguous()
+
+
+def _merged_units(packed: torch.Tensor, units: int, size: int) -> torch.Tensor:
+    """The first `units` runs of `size` bytes of each row, each as one integer `[rows, units]`."""
+    rows = packed.shape[0]
+    data = packed.contiguous().view(torch.uint8).reshape(rows, -1)
     if units * size > data.shape[1]:
         data = torch.nn.functional.pad(data, (0, units * size - data.shape[1]))
     data = data[:, : units * size].reshape(rows, units, size)
-    merged = data[..., 0] if size == 1 else sum(data[..., b].to(torch.int64) << (8 * b) for b in range(size))
-    codes = torch.empty(rows, units, unit, dtype=torch.uint8)
-    for k in range(unit):
-        codes[..., k] = (merged >> (bits * k)) & ((1 << bits) - 1)
-    return codes.reshape(rows, -1)[:, :count].contiguous()
+    if size == 1:
+        return data[..., 0]
+    return torch.stack([data[..., b].to(torch.int64) << (8 * b) for b in range(size)]).sum(0)
 
 
 def _codes_per_unit(bits: int) -> int:

@@ -110,15 +110,18 @@ class _Folding:
         if not self._steps:
             return
         changed: set[str] = set()
-        for site in self._candidates(work, run, sample):
-            proved = check_closure(work.module, site, run, sample, self._generator)
-            reason = self._refusal(work, proved)
-            used = [] if reason else self._fold(work, proved)
-            self._record(work, proved, used, reason)
-            if used and proved.kind != "linear":
-                changed |= {f"{proved.producer}.weight", f"{proved.producer}.bias"}
-            elif used:
-                changed.add(f"{proved.producer}.bias")
+        candidates = self._candidates(work, run, sample)
+        proved = [check_closure(work.module, site, run, sample, self._generator) for site in candidates]
+        refusals = [self._refusal(work, site) for site in proved]
+        usable = [site for site, reason in zip(proved, refusals, strict=True) if reason is None]
+        # Linear sites first: norm sites then see the weights that will be rounded.
+        used = self._fold_all(work, [site for site in usable if site.kind == "linear"])
+        used |= self._fold_all(work, [site for site in usable if site.kind != "linear"])
+        for site, reason in zip(proved, refusals, strict=True):
+            self._record(work, site, used.get(site.consumers, []), reason)
+            if reason is None:
+                changed |= {f"{site.producer}.{part}" for part in ("weight", "bias")}
+        changed -= {f"{name}.weight" for name in work.layers}
         for name, parameter in work.module.named_parameters():
             if name in changed:
                 entry = self._live.entry_of(f"{work.name}.{name}")
@@ -130,9 +133,7 @@ class _Folding:
     ) -> list[FoldSite]:
         shape = tuple((name, tuple(parameter.shape)) for name, parameter in work.module.named_parameters())
         if shape not in self._known:
-            found = discover_fold_sites(work.module, run, sample)
-            # Linear sites first: norm sites then see the weights that will be rounded.
-            self._known[shape] = sorted(found, key=lambda site: site.kind != "linear")
+            self._known[shape] = discover_fold_sites(work.module, run, sample)
         return self._known[shape]
 
     def _refusal(self, work: _Block, site: FoldSite) -> str | None:
@@ -146,6 +147,13 @@ class _Folding:
             return f"{site.producer} is not one tensor on disk"
         return None
 
+    def _fold_all(self, work: _Block, sites: list[FoldSite]) -> dict[tuple[str, ...], list[dict[str, str | float]]]:
+        """Fold sites side by side where they share no module, else in turn. By the names of the consumers."""
+        modules = [name for site in sites for name in (site.producer, *site.consumers)]
+        workers = os.cpu_count() if len(set(modules)) == len(modules) else 1
+        with _single_threaded(), ThreadPoolExecutor(workers) as pool:
+            return dict(zip([s.consumers for s in sites], pool.map(lambda s: self._fold(work, s), sites), strict=True))
+
     def _fold(self, work: _Block, site: FoldSite) -> list[dict[str, str | float]]:
         used: list[dict[str, str | float]] = []
         for name, options in self._steps:
@@ -153,8 +161,7 @@ class _Folding:
             weights = [work.weight(consumer) for consumer in site.consumers]
             scheme = work.layers[site.consumers[0]].scheme
             stats = work.stats[site.consumers[0]]
-            with _single_threaded():
-                scaled = step.run(weights, scheme, stats, site.channel, step.options.model_validate(options))
+            scaled = step.run(weights, scheme, stats, site.channel, step.options.model_validate(options))
             used.append(
                 {
                     "pass": name,

@@ -18,6 +18,7 @@ from pydantic import Field
 from transformers import PretrainedConfig
 
 from quantkit.artifact import REPORTS, verify
+from quantkit.calibration import recipe_calibration
 from quantkit.canonical import sha256_json
 from quantkit.checkpoint import cache_dir, load_gguf, open_checkpoint, save_decoded
 from quantkit.data import data_dir
@@ -26,7 +27,7 @@ from quantkit.evaluate.run import Progress, evaluate
 from quantkit.evaluate.suite import load_suite
 from quantkit.gates import Verdict, gate, load_policy
 from quantkit.material import PackageFile, package_file
-from quantkit.pipeline import Converted, convert
+from quantkit.pipeline import Converted, check_space, convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
 from quantkit.report import Report, write_report
@@ -61,6 +62,7 @@ class DemoModel(Strict):
     seed: int
     axes: list[Axis]
     recipe: str = Field(description="the recipe that the demo converts with")
+    settings: list[str] = Field(default=[], description="keys of the recipe that the demo changes, as for --set")
     suite: str
     policy: str
 
@@ -142,9 +144,12 @@ class DemoResult:
 
 def run_demo(demo: DemoModel, base: Path, output: Path, say: Callable[[str], None], progress: Progress) -> DemoResult:
     """Convert the base, verify, evaluate and gate the artifact; each step is what the command of its name does."""
-    plan = make_plan(open_checkpoint(str(base)), load_recipe(demo.recipe))
-    say(f"converting with {demo.recipe}")
-    converted = convert(plan, output)
+    checkpoint = open_checkpoint(str(base))
+    recipe = load_recipe(demo.recipe, demo.settings)
+    plan = make_plan(checkpoint, recipe)
+    check_space(plan, output)
+    say(f"converting with {demo.recipe} {' '.join(demo.settings)}".rstrip())
+    converted = convert(plan, output, calibration=recipe_calibration(recipe, checkpoint))
     problems = verify(output)
     if problems:
         raise ArtifactError(f"{output}: {problems[0]}", "report this as a defect of quantkit")

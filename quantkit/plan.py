@@ -193,13 +193,13 @@ class _Planner:
         present = {target.parameter for target in self.targets.values()}
         tied = getattr(self.model, "all_tied_weights_keys", {})
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        lost = sorted(
+        lost = [
             name
-            for name in parameters - present
+            for name in sorted(parameters - present, key=lambda name: (name in tied, name))  # sources before copies
             if not (name in tied and tied[name] in present)
             and not any(name == source and target in present for target, source in tied.items())
             and not self._made_by_converter(name)
-        )
+        ]
         if lost:
             raise CheckpointError(
                 f"{self.checkpoint.name}: no tensor on disk becomes {lost[0]!r} ({len(lost)} missing)",

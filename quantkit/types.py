@@ -86,8 +86,8 @@ class QuantScheme:
 class QuantizedTensor:
     """Codes with their scales and zeros, as chosen once and carried to the packer unchanged.
 
-    codes: uint8 `[out, in]`; scales: `[out, groups]` in the scheme's dtype, finite and positive; zeros: uint8
-    `[out, groups]`, or None for a symmetric scheme.
+    codes: uint8 `[out, in]`; scales: `[out, groups]` in the scheme's dtype, finite and not zero, positive unless a
+    search chose otherwise for a symmetric scheme; zeros: uint8 `[out, groups]`, or None for a symmetric scheme.
     """
 
     codes: torch.Tensor

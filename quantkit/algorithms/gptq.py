@@ -279,8 +279,8 @@ def _refit_scales(current: torch.Tensor, gradient: torch.Tensor, hessian: torch.
         fitted = (scale + slope / curvature).to(dtype).float()
         gain = fitted - scale
         # NaN (no code but zero) fails every comparison, and so leaves the scale as it is.
-        better = (gain * (gain * curvature - 2 * slope) < 0) & (fitted >= smallest_scale(dtype))
-        better &= fitted <= torch.finfo(dtype).max
+        better = (gain * (gain * curvature - 2 * slope) < 0) & (fitted * scale.sign() >= smallest_scale(dtype))
+        better &= fitted.abs() <= torch.finfo(dtype).max
         if better.any():
             gain = torch.where(better, gain, 0.0)
             scale.copy_(torch.where(better, fitted, scale))

@@ -30,10 +30,11 @@ def search_qparams(
     codes so found, the least-squares scale `sum(h w c) / sum(h c c)`. With zero-points each range is tried with the
     zero and its two neighbours. Every scale is rounded to the dtype of the file before its codes are chosen.
 
-    All codes `0 .. 2**bits - 1` may be used, for symmetric schemes too: a positive scale searched on the full range
-    had 10% (4 bits), 16% (3) and 23% (2) less error than on `+-(2**(bits-1) - 1)`, groups of 64 normal weights. A group
-    without importance keeps its min-max scale. One scale for a tensor is searched on the whole tensor, in several
-    float32 copies of it; otherwise memory is a few slices of rows.
+    All codes `0 .. 2**bits - 1` may be used, for symmetric schemes too, and their scales may be negative, which gives
+    the one code that is left over to the longer tail: readers only ever multiply by the scale. On groups of 64 normal
+    weights the full range takes 10% (4 bits), 16% (3) and 23% (2) off the error of `+-(2**(bits-1) - 1)`, and the free
+    sign as much again. A group without importance keeps its min-max scale. One scale for a tensor is searched on the
+    whole tensor, in several float32 copies of it; otherwise memory is a few slices of rows.
 
     Raises NumericsError for non-finite weights, for an importance that is negative or not finite, and for a min-max
     scale that overflows its dtype; ValueError for shapes or grids that do not fit.
@@ -85,9 +86,10 @@ def code_zeros(scales: torch.Tensor, zeros: torch.Tensor | None, scheme: QuantSc
 
 
 def round_scales(scales: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """float32 scales as the file will hold them: positive, finite, rounded to the scheme's dtype; back in float32."""
+    """float32 scales as the file will hold them: finite, not zero, rounded to the scheme's dtype; back in float32."""
     dtype = scheme.torch_scale_dtype
-    return scales.clamp(smallest_scale(dtype), torch.finfo(dtype).max).to(dtype).float()
+    magnitude = scales.abs().clamp(smallest_scale(dtype), torch.finfo(dtype).max)
+    return torch.copysign(magnitude, scales).to(dtype).float()
 
 
 class _Best:
@@ -160,11 +162,14 @@ def _search_grid(best: _Best, n_grid: int, n_fine: int) -> None:
     # The fewer the codes, the more it pays to clip: normal values want 0.37 of their range at 2 bits, all of it at 8.
     spacing = min(0.8, 2.4 / scheme.bits) / n_grid
     offsets = (0,) if scheme.symmetric else (0, -1, 1)
+    # A symmetric scheme has one code more below zero than above: a negative scale gives it to the positive values.
+    signs = (1, -1) if scheme.symmetric else (1,)
     scales, zeros = best.scales, best.zeros
     for step in range(n_grid + 1):
         for offset in offsets:
-            # Shrinking both ends alike keeps the zero where it is.
-            best.consider(scales * (1 - spacing * step), zeros + offset)
+            for sign in signs:
+                # Shrinking both ends alike keeps the zero where it is.
+                best.consider(scales * (sign * (1 - spacing * step)), zeros + offset)
     scales, zeros = best.scales, best.zeros
     for step in range(-n_fine, n_fine + 1):
         for offset in offsets:
