@@ -1,7 +1,6 @@
 """Calibrated conversion on every architecture: better than rounding, same bytes, nothing silent."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
