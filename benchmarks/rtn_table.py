@@ -289,7 +289,9 @@ def scatter(axes: Any, rows: list[dict[str, Any]]) -> None:
         if points:
             axes.scatter(*zip(*points, strict=True), marker=shape, color=colour, label=f"scale a {kind}", zorder=3)
         for row, point in zip(members, points, strict=True):
-            axes.annotate(row["label"], point, xytext=(8, -3), textcoords="offset points", fontsize=8)
+            # Below the marker where a finer group may stand at its right.
+            place = (-4, -15) if row["label"].endswith("zp") else (8, -3)
+            axes.annotate(row["label"], point, xytext=place, textcoords="offset points", fontsize=8)
 
 
 def write_json(result: dict[str, Any], path: Path) -> None:
