@@ -117,7 +117,10 @@ def disk_errors(output: Path) -> Iterator[None]:
     except OSError as error:
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         what = "the disk is full" if full else str(error.strerror or error)
-        raise ArtifactError(f"{output} cannot be written: {what}", "free space or choose another --output") from error
+        where = f" ({error.filename})" if error.filename else ""
+        raise ArtifactError(
+            f"{output} cannot be written: {what}{where}", "free space, check permissions, or choose another --output"
+        ) from error
 
 
 def record_components(directory: Path) -> dict[Component, list[FileRecord]]:
@@ -145,12 +148,19 @@ def verify(artifact: Path) -> list[str]:
         path = artifact / name
         if not path.is_file() or path.is_symlink():
             problems.append(f"missing: {name} ({component_of(name)})")
-        elif path.stat().st_size != record.size or sha256_file(path) != record.sha256:
+        elif not _matches(path, record):
             problems.append(f"changed: {name} ({component_of(name)})")
     problems += [f"extra: {name}" for name in _extra_files(artifact, manifest)]
     if (artifact / RUN_FILE).is_file():
         problems += _run_problems(artifact / RUN_FILE, manifest)
     return problems
+
+
+def _matches(path: Path, record: FileRecord) -> bool:
+    try:
+        return path.stat().st_size == record.size and sha256_file(path) == record.sha256
+    except OSError:  # what cannot be read is not what was recorded
+        return False
 
 
 def seal_run(record: dict[str, Any]) -> bytes:

@@ -55,8 +55,9 @@ def build_skeleton(
                 with torch.device("meta"):
                     model = make()
     except Exception as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(
-            f"{checkpoint.name}: transformers cannot build a causal language model from its config ({error})",
+            f"{checkpoint.name}: transformers cannot build a causal language model from its config ({reason})",
             "check that this is a decoder model that the installed transformers knows",
         ) from None
     return model.eval()

@@ -52,6 +52,8 @@ class Calibration:
 def load_set(name: str) -> CalibrationSet:
     """The set of a shipped name, a YAML path, or a text file (.txt, .md, .jsonl, .parquet) on its own."""
     if is_text_file(name):
+        if not Path(name).is_file():
+            raise CalibrationError(f"calibration text {name} does not exist", "give an existing file or a shipped set")
         return CalibrationSet(name=Path(name).name, parts=[Part(text=name, share=1.0)])
     path = find_document("calib", name)
     return validate(CalibrationSet, read_yaml(path), f"calibration set {path.name}")
@@ -83,8 +85,10 @@ def calibrate_from(
         tables.append(table)
         parts.append(account)
     ids = torch.cat(tables)
-    if len(ids) == 0 or bool((ids == ids[0, 0]).all()):
-        raise CalibrationError(f"calibration set {chosen.name} holds no varied text", "give real text")
+    if len(ids) == 0:
+        raise CalibrationError(f"calibration set {chosen.name} fills no sample of {length} tokens", "give more text")
+    if bool((ids[:, 1:] == ids[0, -1]).all()):  # the first column may be a BOS
+        raise CalibrationError(f"calibration set {chosen.name} holds one token over and over", "give real text")
     account = {
         "set": chosen.name,
         "bos": rule,
@@ -106,14 +110,21 @@ def recipe_calibration(
 
     Raises CalibrationError as `calibrate_from`, and where a set is named for a recipe that uses none.
     """
-    if not recipe.calibrated or recipe.calibration is None:
-        if named is not None:
-            raise CalibrationError(f"recipe {recipe.name} uses no calibration data", "leave out --calib")
-        return None
+    chosen = calibration_set(recipe, named)
     wanted = recipe.calibration
-    chosen = load_set(named or wanted.set)
+    if chosen is None or wanted is None:
+        return None
     tokenizer = checkpoint.tokenizer()
     return calibrate_from(chosen, tokenizer, wanted.samples, wanted.sequence_length, allow_short=allow_short)
+
+
+def calibration_set(recipe: Recipe, named: str | None = None) -> CalibrationSet | None:
+    """The set that a conversion with `recipe` would use: `named`, else the recipe's; None for a data-free recipe."""
+    if recipe.calibrated and recipe.calibration is not None:
+        return load_set(named or recipe.calibration.set)
+    if named is not None:
+        raise CalibrationError(f"recipe {recipe.name} uses no calibration data", "leave out --calib")
+    return None
 
 
 def _shares(chosen: CalibrationSet, samples: int) -> list[int]:

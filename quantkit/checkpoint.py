@@ -5,7 +5,9 @@ into a safetensors directory in the cache, keyed by its SHA-256, and read from t
 """
 
 import io
+import json
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -170,21 +172,23 @@ def _download(name: str, revision: str | None) -> tuple[Path, str]:
 
 def _read_entries(directory: Path) -> dict[str, TensorEntry]:
     single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
-    if single.exists() and index.exists():
+    if single.is_file() and index.is_file():
         raise CheckpointError(f"{directory} holds both {WEIGHTS_FILE} and {INDEX_FILE}", "remove the one that is stale")
-    if single.exists():
+    if single.is_file():
         entries = read_header(single)
         if not entries:
             raise CheckpointError(f"{single} holds no tensor", "give a complete checkpoint")
         return entries
-    if index.exists():
+    if index.is_file():
         return _read_sharded(directory, index)
     pickles = sorted(path.name for path in directory.glob("*") if path.suffix in {".bin", ".pt", ".pth"})
     if pickles:
+        load, save = json.dumps(str(directory)), json.dumps(f"{directory}-safetensors")
+        code = f'from transformers import AutoModelForCausalLM as M; M.from_pretrained({load}, dtype="auto")'
+        code += f".save_pretrained({save})"
         raise CheckpointError(
             f"{directory} holds only pickle weights ({pickles[0]}), which run code when read",
-            'convert them where you trust them: python -c "from transformers import AutoModelForCausalLM as M; '
-            f"M.from_pretrained('{directory}', dtype='auto').save_pretrained('{directory}-safetensors')\"",
+            f"convert them where you trust them: python -c {shlex.quote(code)}",
         )
     raise CheckpointError(f"{directory} holds no {WEIGHTS_FILE} and no {INDEX_FILE}", "give a complete checkpoint")
 
@@ -240,9 +244,19 @@ def _side_files(directory: Path, weight_files: set[str]) -> tuple[list[str], dic
             skipped[name] = "weights that the checkpoint's index does not name"
         elif not path.is_file():
             raise CheckpointError(f"{path} is a broken link, or no regular file", "restore it, or remove it")
+        elif not name.isprintable():
+            raise CheckpointError(f"{directory}: the file name {name!r} is not readable text", "rename or remove it")
+        elif not _belongs(path, directory):
+            skipped[name] = "a link that leads out of the checkpoint"
         else:
             copied.append(name)
     return copied, skipped
+
+
+def _belongs(path: Path, directory: Path) -> bool:
+    """Whether a file lies in the directory, or is a link of the hub's cache (snapshots/REVISION/name to blobs/HASH)."""
+    real, home = path.resolve(), directory.resolve()
+    return real.is_relative_to(home) or real.is_relative_to(home.parent.parent / "blobs")
 
 
 def _decode_gguf(path: Path) -> Path:

@@ -51,7 +51,7 @@ def convert(
     as_json: Json = False,
 ) -> None:
     """Convert a checkpoint into a packed artifact."""
-    from quantkit.calibration import recipe_calibration
+    from quantkit.calibration import calibration_set, recipe_calibration
     from quantkit.checkpoint import open_checkpoint
     from quantkit.inspection import inspect_artifact, inspect_plan
     from quantkit.pipeline import check_space
@@ -65,6 +65,7 @@ def convert(
     plan = make_plan(checkpoint, chosen)
     target = output or Path(f"{Path(checkpoint.name).name}-{chosen.name}")
     check_space(plan, target)
+    calibration_set(chosen, calib)
     if dry_run:
         _show(inspect_plan(plan), as_json)
         return
@@ -73,7 +74,7 @@ def convert(
     calibration = recipe_calibration(chosen, checkpoint, calib, allow_short=allow_short_calibration)
     total = sum(entry.nbytes for entry in checkpoint.entries.values())
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_messages) as bar:
+    with Progress(*columns, console=_messages, transient=True) as bar:
         task = bar.add_task("converting", total=total)
         done = run(
             plan,
@@ -235,9 +236,10 @@ def main() -> None:
     # Weights and text come from where the user points; nothing phones home.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Before torch loads: threads that spin while they wait are several times slower on a machine that does anything else.
+    # Before torch loads: threads that spin while they wait are several times slower on a machine that is not idle.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    signal.signal(signal.SIGTERM, _raise_interrupt)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _raise_interrupt)
     code = 0
     try:
         # Not standalone, typer returns the code of an Exit where it could raise it, and its own for Ctrl-C.
@@ -251,6 +253,8 @@ def main() -> None:
             "interrupted", "run the same command again; nothing was left under the final name"
         )
         _fail(str(stopped), stopped.exit_code)
+    except OSError as error:
+        _fail(f"{error.filename or 'output'}: {error.strerror or error}; check the path and its permissions", 2)
     except typer.Exit as leave:
         sys.exit(leave.exit_code)
     except Exception as error:
@@ -271,11 +275,11 @@ def _fail(line: str, code: int) -> None:
 
 
 def _say(text: str) -> None:
-    _messages.print(text, markup=False)
+    _messages.print(text, markup=False, soft_wrap=True)
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False))
+    print(json.dumps(value, indent=2, sort_keys=True))
 
 
 def _show(found: dict[str, Any], as_json: bool) -> None:
@@ -311,7 +315,12 @@ def _parse_size(text: str) -> int:
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "B": 1}
     for unit, factor in units.items():
         number = text.upper().removesuffix(unit)
-        if number != text.upper() and number.strip().replace(".", "", 1).isdigit() and float(number) > 0:
+        if (
+            number != text.upper()
+            and number.strip().replace(".", "", 1).isdecimal()
+            and number.isascii()
+            and float(number) > 0
+        ):
             return int(float(number) * factor)
     raise UsageError(f"--shard-size {text!r} is not a size", "write for example 5GB or 500MB")
 

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from quantkit.artifact import REPORTS, verify
 from quantkit.canonical import sha256_json
 from quantkit.errors import ReportError
+from quantkit.evaluate.suite import Suite, load_suite
 from quantkit.files import replace_file
 from quantkit.manifest import Manifest, read_manifest
 from quantkit.report import Report, read_report
@@ -51,7 +52,7 @@ class Requirements(Strict):
 
 
 class Policy(Strict):
-    """A whole policy. suite: the suite whose report is judged when no report is named."""
+    """A whole policy. suite: name or path of the suite whose report is judged."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     description: str = ""
@@ -107,13 +108,15 @@ def load_policy(name: str) -> Policy:
 def gate(artifact: Path, policy: Policy, report_path: Path | None = None) -> Verdict:
     """Judge an artifact.
 
-    Raises ArtifactError (no manifest) and ReportError: no report, a report of other bytes, a truncated run, or a metric
-    that the policy bounds and the report does not have. None of these can be judged, so none is a pass or a fail.
+    Raises ArtifactError (no manifest), SchemaError (the policy's suite does not exist) and ReportError: no report, a
+    report of other bytes, of another suite, against another reference than the source, of a truncated run, or without a
+    metric that the policy bounds. None of these can be judged, so none is a pass or a fail.
     """
     manifest = read_manifest(artifact)
-    path = report_path or artifact / REPORTS / f"{policy.suite}.json"
+    suite = load_suite(policy.suite)
+    path = report_path or artifact / REPORTS / f"{suite.name}.json"
     report = read_report(path)
-    _refuse_foreign(report, manifest, path)
+    _refuse_foreign(report, manifest, suite, path)
     problems = verify(artifact)
     rows = [
         Row("artifact verified", "every byte", problems[0] if problems else "every byte", "", _outcome(not problems))
@@ -150,11 +153,21 @@ def write_junit(verdict: Verdict, path: Path) -> None:
         raise ReportError(f"{path} cannot be written: {error.strerror}", "choose another --junit") from None
 
 
-def _refuse_foreign(report: Report, manifest: Manifest, path: Path) -> None:
+def _refuse_foreign(report: Report, manifest: Manifest, suite: Suite, path: Path) -> None:
     if report.identity != manifest.identity:
         raise ReportError(
             f"{path} is the report of {report.identity[:12]}, this artifact is {manifest.identity[:12]}",
             "run quantkit eval on this artifact",
+        )
+    if report.suite.sha256 != suite.sha256:
+        raise ReportError(
+            f"{path} was made with another suite than {suite.name} as it stands now",
+            "run quantkit eval with the policy's suite",
+        )
+    if report.reference is not None and report.reference.identity != manifest.source_identity:
+        raise ReportError(
+            f"{path} compares with {report.reference.name}, which is not the source of this artifact",
+            "run quantkit eval with the source as --reference",
         )
     if report.suite.limit is not None:
         raise ReportError(
@@ -163,7 +176,8 @@ def _refuse_foreign(report: Report, manifest: Manifest, path: Path) -> None:
 
 
 def _corpora_row(report: Report, needed: int) -> Row:
-    found = len(report.metrics.get("perplexity", {}))
+    texts = report.metrics.get("perplexity")
+    found = len(texts) if isinstance(texts, dict) else 0
     return Row("corpora", f">= {needed}", str(found), f"{found - needed:+d}", _outcome(found >= needed))
 
 

@@ -23,7 +23,7 @@ def inspect_artifact(artifact: Path) -> dict[str, Any]:
         "kept": [record.model_dump() for record in manifest.kept],
         "dropped": [record.model_dump() for record in manifest.dropped],
         "fallbacks": [record.model_dump() for record in manifest.fallbacks],
-        "fold_sites": [],
+        "fold_sites": [record.model_dump() for record in manifest.fold_sites],
         "notes": manifest.notes,
         "readers": manifest.readers,
         "totals": manifest.totals.model_dump(),

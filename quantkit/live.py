@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from quantkit.blocks import build_skeleton, find_blocks, map_names
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, NumericsError
 from quantkit.loading import fill_parameters
 from quantkit.tensorfile import TensorEntry
 
@@ -71,6 +71,11 @@ class LiveModel:
             block.forward = _recorder(given, records)
         try:
             base(input_ids=ids, use_cache=False)
+        except IndexError:
+            raise CheckpointError(
+                f"{self.checkpoint.name} has no row for one of {ids.shape[1]} positions, or for token {int(ids.max())}",
+                "use shorter samples, or the tokenizer that belongs to this model",
+            ) from None
         finally:
             for block, forward in zip(self.blocks, originals, strict=True):
                 block.forward = forward
@@ -87,6 +92,11 @@ class LiveModel:
         name = f"{self.prefix}.{index}"
         fill_parameters(self.model, self._entries.get(name, {}), self.checkpoint.name)
         block = self.blocks[index]
+        for part, tensor in block.named_parameters():
+            if not tensor.is_meta and not torch.isfinite(tensor).all():
+                entry = self.entry_of(f"{name}.{part}")
+                where = f"{entry.path}: tensor {entry.name!r}" if entry else f"{name}.{part}"
+                raise NumericsError(f"{where} holds NaN or infinite values", "repair or re-export the checkpoint")
         empty = [part for part, tensor in block.named_parameters() if tensor.is_meta]
         if empty:
             raise CheckpointError(f"{self.checkpoint.name}: nothing on disk is {name}.{empty[0]}", "check the files")

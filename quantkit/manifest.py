@@ -1,10 +1,13 @@
 """manifest.json: what an artifact is, in canonical JSON without time, host or path. Its SHA-256 is the identity."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from quantkit.canonical import canonical_json, sha256_bytes
+from pydantic import Field, field_validator, model_validator
+
+from quantkit.canonical import canonical_json, sha256_bytes, sha256_json
 from quantkit.errors import ArtifactError
+from quantkit.formats import FORMATS
 from quantkit.schema import Strict, read_json, validate
 from quantkit.types import Granularity, QuantScheme
 
@@ -18,9 +21,16 @@ Component = Literal["weights", "config", "tokenizer", "chat_template", "generati
 class FileRecord(Strict):
     """A file by its bytes."""
 
-    name: str
+    name: Annotated[str, Field(min_length=1, max_length=255)]
     sha256: str
     size: int
+
+    @field_validator("name")
+    @classmethod
+    def _stays_inside(cls, name: str) -> str:
+        if name.startswith("/") or ".." in name.split("/") or "\0" in name:
+            raise ValueError(f"the file {name!r} is not inside the directory")
+        return name
 
 
 class SchemeRecord(Strict):
@@ -31,6 +41,11 @@ class SchemeRecord(Strict):
     group_size: int | None
     symmetric: bool
     scale_dtype: str
+
+    @model_validator(mode="after")
+    def _is_a_scheme(self) -> "SchemeRecord":
+        QuantScheme(**self.model_dump())  # raises ValueError with the reason
+        return self
 
     @classmethod
     def of(cls, scheme: QuantScheme) -> "SchemeRecord":
@@ -67,7 +82,7 @@ class LayerRecord(Strict):
 
     name: str
     module: str
-    shape: tuple[int, int]
+    shape: tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]]
     scheme: SchemeRecord
     passes: list[str]
     error: LayerError
@@ -119,12 +134,11 @@ class FallbackRecord(Strict):
 
 
 class SourceRecord(Strict):
-    """The checkpoint: every file that the artifact depends on, and the files of the directory that it does not."""
+    """The checkpoint: every file that the artifact depends on."""
 
     name: str
     revision: str | None
     files: list[FileRecord]
-    not_used: dict[str, str]
 
 
 class Totals(Strict):
@@ -164,6 +178,13 @@ class Manifest(Strict):
     components: dict[Component, list[FileRecord]]
     totals: Totals
 
+    @field_validator("format")
+    @classmethod
+    def _format_is_known(cls, value: str) -> str:
+        if value not in FORMATS:
+            raise ValueError(f"unknown format {value!r}")
+        return value
+
     @property
     def data(self) -> bytes:
         return canonical_json(self.model_dump(mode="json"))
@@ -171,6 +192,11 @@ class Manifest(Strict):
     @property
     def identity(self) -> str:
         return sha256_bytes(self.data)
+
+    @property
+    def source_identity(self) -> str:
+        """The identity of the source checkpoint, as reports name it."""
+        return files_identity(self.source.files)
 
     @property
     def files(self) -> dict[str, FileRecord]:
@@ -182,6 +208,11 @@ class Manifest(Strict):
         numbers = {**self.totals.model_dump(), "fallbacks": len(self.fallbacks), "kept": len(self.kept)}
         value = numbers.get(name)
         return None if value is None else float(value)
+
+
+def files_identity(files: list[FileRecord]) -> str:
+    """The identity of a checkpoint: the hash of its files' names, hashes and sizes."""
+    return sha256_json([record.model_dump() for record in files])
 
 
 def read_manifest(artifact: Path) -> Manifest:

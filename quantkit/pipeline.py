@@ -156,7 +156,7 @@ def _write_config(plan: Plan, directory: Path) -> None:
     if plan.quantised:
         format = plan.format
         values["quantization_config"] = format.config(plan.stored_layers, plan.dense_linears, plan.dense_experts)
-    write_file(directory / "config.json", json.dumps(values, indent=2, ensure_ascii=False).encode() + b"\n")
+    write_file(directory / "config.json", json.dumps(values, indent=2).encode() + b"\n")
 
 
 class _Digests:
@@ -202,9 +202,7 @@ def _manifest(
         format=plan.recipe.format,
         recipe=plan.recipe.values,
         recipe_sha256=plan.recipe.sha256,
-        source=SourceRecord(
-            name=checkpoint.name, revision=checkpoint.revision, files=source, not_used=checkpoint.skipped
-        ),
+        source=SourceRecord(name=checkpoint.name, revision=checkpoint.revision, files=source),
         calibration=None if calibration is None else calibration.account,
         layers=sink.layers,
         fold_sites=sink.fold_sites,
@@ -250,6 +248,7 @@ def _run_record(plan: Plan, manifest: Manifest, started: float) -> dict[str, Any
     return {
         "identity": manifest.identity,
         "source_path": plan.checkpoint.origin,
+        "source_not_used": plan.checkpoint.skipped,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "seconds": round(time.time() - started, 3),
         "host": platform.node(),
@@ -259,7 +258,7 @@ def _run_record(plan: Plan, manifest: Manifest, started: float) -> dict[str, Any
         "cpus": os.cpu_count(),
         "peak_resident_bytes": peak_resident_bytes(),
         "versions": {name: version(name) for name in libraries},
-        "command": sys.argv,
+        "command": [ascii(argument) if not argument.isprintable() else argument for argument in sys.argv],
     }
 
 

@@ -241,13 +241,19 @@ class _Planner:
             self._keep(entry, "not a linear of a decoder block")
 
     def _requested_outside(self) -> dict[str, torch.nn.Linear]:
-        """Linears outside the blocks (a head of its own) that an override asks for."""
+        """Linears outside the blocks (a head of its own) that an override asks for.
+
+        A tied head is the embedding table: packing it would leave the embedding without one.
+        """
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        shared = {*tied, *tied.values()}
         wanted = [override.match for override in self.recipe.overrides if override.weights is not None]
         return {
             name: module
             for name, module in self.model.named_modules()
             if isinstance(module, torch.nn.Linear)
             and not name.startswith(self.block_prefix)
+            and f"{name}.weight" not in shared
             and any(matches(pattern, name) for pattern in wanted)
         }
 
@@ -274,11 +280,12 @@ class _Planner:
     def _format_for(self, name: str) -> WeightFormat | None:
         """The format of the last matching override, else the recipe's; None where an ignore or a null one matches."""
         chosen: WeightFormat | None = self.recipe.weights
+        ignored = self._ignored(name)
         for override in self.recipe.overrides:
             if matches(override.match, name):
-                self.used[override.match] += 1
+                self.used[override.match] += not ignored
                 chosen = override.weights
-        return None if self._ignored(name) else chosen
+        return None if ignored else chosen
 
     def _ignored(self, name: str) -> bool:
         hits = [pattern for pattern in self.recipe.ignore if matches(pattern, name)]
@@ -296,7 +303,8 @@ class _Planner:
         raise RecipeError(
             f"{name}: group size {scheme.group_size} does not divide the input width {width}, nor does any of "
             f"group_fallback {self.recipe.group_fallback}",
-            f"add a divisor of {width} to group_fallback, or set weights.granularity=channel",
+            f"add a divisor of {width} to group_fallback, or --set weights.granularity=channel and "
+            "--set weights.group_size=null",
         )
 
     def _keep(self, entry: TensorEntry, reason: str) -> None:
@@ -307,7 +315,8 @@ class _Planner:
             if not self.used[override.match]:
                 names = sorted(self.linears)
                 raise RecipeError(
-                    f"override {override.match!r} matches no linear of {self.checkpoint.name}",
+                    f"override {override.match!r} matches no linear of {self.checkpoint.name} that it could change "
+                    "(ignored ones and a head tied to the embedding do not count)",
                     f"correct it; a linear is named for example {names[0] if names else 'nothing'}",
                 )
         modules = {name for name, _ in self.model.named_modules()}
@@ -366,6 +375,11 @@ def output_specs(plan: Plan) -> list[TensorSpec]:
 
 
 def _refuse_quantised(checkpoint: Checkpoint) -> None:
+    if not checkpoint.dtype.is_floating_point or checkpoint.dtype.itemsize < 2:
+        raise CheckpointError(
+            f"{checkpoint.name} has the dtype {checkpoint.dtype} in config.json",
+            "give a float16, bfloat16 or float32 model",
+        )
     if getattr(checkpoint.config, "quantization_config", None) is not None:
         raise CheckpointError(
             f"{checkpoint.name} is quantised already (config.json has a quantization_config)",

@@ -176,7 +176,7 @@ def _apply_setting(value: Any, setting: str) -> None:
             if not isinstance(place.get(part), dict | list):
                 place[part] = {}
             place = place[part]
-        elif isinstance(place, list) and part.isdigit() and int(part) < len(place):
+        elif isinstance(place, list) and _is_index(part) and int(part) < len(place):
             place = place[int(part)]
         else:
             raise RecipeError(
@@ -185,10 +185,14 @@ def _apply_setting(value: Any, setting: str) -> None:
     parsed = parse_yaml(text, f"--set {key}")
     if isinstance(place, dict):
         place[parts[-1]] = parsed
-    elif isinstance(place, list) and parts[-1].isdigit() and int(parts[-1]) < len(place):
+    elif isinstance(place, list) and _is_index(parts[-1]) and int(parts[-1]) < len(place):
         place[int(parts[-1])] = parsed
     else:
         raise RecipeError(f"--set {key}: there is no such entry", "check the key with quantkit recipes NAME")
+
+
+def _is_index(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
 
 
 def _checked_pattern(pattern: str) -> str:

@@ -1,6 +1,7 @@
 """Reports: what an evaluation found, bound to the identity of the bytes and the hash of the protocol."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,11 +48,9 @@ class Report(Strict):
         Names may hold dots themselves, so each level takes the longest key that fits.
         """
         found = _walk(self.metrics, path.split("."))
-        if isinstance(found, bool) or not isinstance(found, int | float | dict):
-            return None
-        if isinstance(found, dict):
-            return found if isinstance(found.get("value"), int | float) else None
-        return {"value": float(found)}
+        ends = found if isinstance(found, dict) else {"value": found}
+        numbers = {end: ends[end] for end in ("value", "low", "high") if end in ends}
+        return numbers if "value" in numbers and all(map(_is_number, numbers.values())) else None
 
 
 def write_report(report: Report, path: Path) -> None:
@@ -68,6 +67,10 @@ def read_report(path: Path) -> Report:
     """Read a report. Raises ReportError: missing, unreadable, or not a report of this version."""
     action = "run quantkit eval to make one"
     return validate(Report, read_json(path, ReportError, action), str(path), ReportError, action)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _walk(value: Any, parts: list[str]) -> Any:

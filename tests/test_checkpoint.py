@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -187,7 +188,10 @@ def test_pickle_weights_are_refused_with_the_command_that_converts_them(model: P
     (model / WEIGHTS).rename(model / name)
     error = refused(model, f"only pickle weights ({name})", "run code when read")
     assert "python -c" in error.action
-    assert f"save_pretrained('{model}-safetensors')" in error.action
+    command = shlex.split(error.action.partition("trust them: ")[2])
+    assert command[:2] == ["python", "-c"]
+    assert f'save_pretrained("{model}-safetensors")' in command[2]
+    compile(command[2], "command", "exec")
 
 
 def test_a_pickle_beside_safetensors_is_neither_read_nor_copied(model: Path) -> None:
@@ -337,12 +341,25 @@ def test_side_files_are_what_is_neither_weights_nor_written_by_us(model: Path) -
     }
 
 
-def test_side_files_that_are_links_are_taken_and_broken_links_are_errors(model: Path) -> None:
-    (model / "LICENSE").rename(model.parent / "blob")
-    (model / "LICENSE").symlink_to(model.parent / "blob")  # how the hub's cache holds every file
-    assert "LICENSE" in open_checkpoint(str(model)).side_files
-    (model.parent / "blob").unlink()
-    refused(model, str(model / "LICENSE"), "broken link")
+def test_links_of_the_hubs_cache_are_taken_and_broken_links_are_errors(model: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "snapshots" / "c0ffee"
+    snapshot.parent.mkdir(parents=True)
+    model.rename(snapshot)
+    blob = tmp_path / "hub" / "blobs" / "abc"
+    blob.parent.mkdir()
+    (snapshot / "LICENSE").rename(blob)
+    (snapshot / "LICENSE").symlink_to(blob)
+    assert "LICENSE" in open_checkpoint(str(snapshot)).side_files
+    blob.unlink()
+    refused(snapshot, str(snapshot / "LICENSE"), "broken link")
+
+
+def test_a_link_that_leads_out_of_the_checkpoint_is_not_copied(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (model / "notes.txt").symlink_to(tmp_path / "secret")
+    checkpoint = open_checkpoint(str(model))
+    assert "notes.txt" not in checkpoint.side_files
+    assert "leads out" in checkpoint.skipped["notes.txt"]
 
 
 def test_a_pipe_in_the_directory_is_refused_instead_of_waited_for(model: Path) -> None:

@@ -354,3 +354,13 @@ def test_asking_for_help_loads_neither_torch_nor_transformers() -> None:
         "sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
+
+
+def test_a_dry_run_checks_that_the_calibration_set_exists(zoo, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    for recipe, problem in (("gptq-g64", "nope.txt does not exist"), ("rtn-g64", "uses no calibration data")):
+        arguments = ["quantkit", "convert", str(zoo("llama")), "--recipe", recipe, "--calib", "nope.txt", "--dry-run"]
+        monkeypatch.setattr("sys.argv", [*arguments, "--output", "nowhere"])
+        with pytest.raises(SystemExit) as left:
+            cli.main()
+        assert left.value.code == 2
+        assert problem in capsys.readouterr().err

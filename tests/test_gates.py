@@ -56,7 +56,7 @@ def report_values(artifact: Path, **changes: Any) -> dict[str, Any]:
         "identity": identity,
         "subject": {"kind": "artifact", "name": "artifact", "identity": identity},
         "reference": None,
-        "suite": {"name": "quick", "sha256": "b" * 64, "limit": None},
+        "suite": {"name": "quick", "sha256": load_suite("quick").sha256, "limit": None},
         "protocol": "c" * 64,
         "protocol_record": {},
         "metrics": METRICS,
@@ -164,7 +164,7 @@ def test_a_report_of_another_artifact_is_refused(artifact: Path, tmp_path: Path)
 
 
 def test_a_limited_report_is_refused(artifact: Path, tmp_path: Path) -> None:
-    suite = {"name": "quick", "sha256": "b" * 64, "limit": 3}
+    suite = {"name": "quick", "sha256": load_suite("quick").sha256, "limit": 3}
     limited = write(tmp_path / "limited.json", report_values(artifact, suite=suite))
     with pytest.raises(ReportError, match="cut short by --limit 3"):
         gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}), limited)
@@ -176,8 +176,36 @@ def test_a_missing_report_names_the_command(pristine: Path) -> None:
 
 
 def test_the_report_of_the_policys_suite_is_taken(artifact: Path) -> None:
-    (artifact / "evals" / "quick.json").rename(artifact / "evals" / "long.json")
-    assert gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}, suite="long")).passed
+    suite = artifact.parent / "long.yaml"
+    suite.write_text("name: long\nperplexity: [{text: wiki-en, windows: 9, length: 64}]\n")
+    record = {"name": "long", "sha256": load_suite(str(suite)).sha256, "limit": None}
+    write(artifact / "evals" / "long.json", report_values(artifact, suite=record))
+    (artifact / "evals" / "quick.json").unlink()
+    assert gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}, suite=str(suite))).passed
+
+
+def test_a_report_of_another_suite_of_that_name_is_refused(artifact: Path, tmp_path: Path) -> None:
+    other = {"name": "quick", "sha256": "b" * 64, "limit": None}
+    path = write(tmp_path / "other.json", report_values(artifact, suite=other))
+    with pytest.raises(ReportError, match="another suite than quick"):
+        gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}), path)
+
+
+def test_a_report_against_another_reference_than_the_source_is_refused(artifact: Path, tmp_path: Path) -> None:
+    itself = {"kind": "artifact", "name": "itself", "identity": read_manifest(artifact).identity}
+    path = write(tmp_path / "self.json", report_values(artifact, reference=itself))
+    with pytest.raises(ReportError, match="compares with itself, which is not the source"):
+        gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}), path)
+    source = {"kind": "checkpoint", "name": "base", "identity": read_manifest(artifact).source_identity}
+    path = write(tmp_path / "source.json", report_values(artifact, reference=source))
+    assert gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}), path).passed
+
+
+@pytest.mark.parametrize("perplexity", [5, None, {"wiki-en": {"ratio": {"value": float("inf"), "high": "x"}}}])
+def test_malformed_metrics_are_no_metrics(perplexity: Any, artifact: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "bad.json", report_values(artifact, metrics={"perplexity": perplexity}))
+    with pytest.raises(ReportError, match="has no metric"):
+        gate(artifact, policy({"metric": "perplexity.wiki-en.ratio", "max": 2, "upper": True}), path)
 
 
 @pytest.mark.parametrize(

@@ -529,3 +529,27 @@ def test_progress_is_told_every_tensor_once_with_its_source_bytes(zoo: Zoo, outp
     told: list[tuple[str, int]] = []
     make(zoo("llama"), output, progress=lambda name, size: told.append((name, size)))
     assert sorted(told) == sorted((name, tensor.nbytes) for name, tensor in tensors_of(zoo("llama")).items())
+
+
+def test_the_identity_does_not_depend_on_files_that_the_artifact_does_not(
+    zoo: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = shutil.copytree(zoo("llama"), tmp_path / "source")
+    first = convert(make_plan(open_checkpoint(str(source)), load_recipe("rtn-g64")), source / "inside").manifest
+    second = convert(make_plan(open_checkpoint(str(source)), load_recipe("rtn-g64")), tmp_path / "outside").manifest
+    assert first.identity == second.identity
+
+
+def test_an_unreadable_source_file_is_named(
+    zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = shutil.copytree(zoo("llama"), tmp_path / "source")
+    plan = make_plan(open_checkpoint(str(source)), load_recipe("rtn-g64"))
+
+    def denied(name: Path, target: Path) -> None:  # noqa: ARG001
+        raise PermissionError(13, "Permission denied", str(name))
+
+    monkeypatch.setattr("quantkit.pipeline.copy_file", denied)
+    with pytest.raises(ArtifactError, match=r"Permission denied \(.*source/"):
+        convert(plan, tmp_path / "a")
+    assert not (tmp_path / "a").exists()

@@ -329,3 +329,12 @@ def test_the_peak_is_at_least_the_largest_tensor_and_its_codes(zoo: Zoo) -> None
     largest = max(layer.entry.nbytes for layer in plan.quantised)
     assert plan.peak_bytes >= largest + largest // 4
     assert plan_of(zoo("gpt2")).peak_bytes == 0
+
+
+def test_a_head_that_holds_the_tied_table_is_not_packed(zoo: Zoo, tmp_path: Path) -> None:
+    source = shutil.copytree(zoo("llama"), tmp_path / "head_only")
+    tensors = safetensors.torch.load_file(source / "model.safetensors")
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+    safetensors.torch.save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    overrides = [{"match": "lm_head", "weights": INT8}]
+    refused(RecipeError, source, "override 'lm_head' matches no linear", "tied", ignore=[], overrides=overrides)

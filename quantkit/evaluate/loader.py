@@ -106,7 +106,9 @@ def load_artifact(
         product = torch.float32 if arithmetic == "exact" else scheme.torch_scale_dtype
         parent_name, _, leaf = layer.module.rpartition(".")
         parent = model.get_submodule(parent_name)
-        dense = getattr(parent, leaf)
+        dense = getattr(parent, leaf, None)
+        if not isinstance(dense, nn.Linear) or (dense.out_features, dense.in_features) != tuple(layer.shape):
+            raise ArtifactError(f"{path}: the manifest's {layer.module!r} is no such linear", "run quantkit verify")
         kind = Int8Linear if format.int8_activations else PackedLinear
         setattr(parent, leaf, kind(stored, format, scheme, dense, product))
     _load_dense(model, entries, checkpoint)

@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedModel
 
 from quantkit.artifact import verify
-from quantkit.canonical import sha256_json
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, ReportError
 from quantkit.evaluate.loader import is_artifact, load_artifact, load_checkpoint
@@ -19,7 +18,7 @@ from quantkit.evaluate.protocol import Windows, load_windows, protocol_hash, pro
 from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows
 from quantkit.evaluate.suite import Corpus, Suite
 from quantkit.evaluate.uncertainty import RESAMPLES, SEED
-from quantkit.manifest import RUN_FILE, read_manifest
+from quantkit.manifest import RUN_FILE, files_identity, read_manifest
 from quantkit.pipeline import peak_resident_bytes, source_files
 from quantkit.report import REPORT_VERSION, Report, Subject, SuiteRecord
 from quantkit.schema import read_json
@@ -72,7 +71,7 @@ def evaluate(
         identity=opened.subject.identity,
         subject=opened.subject,
         reference=None if beside is None else beside.subject,
-        suite=SuiteRecord(name=suite.name, sha256=suite.sha256, limit=limit),
+        suite=SuiteRecord(name=suite.name, sha256=suite.sha256, limit=None if limited == suite else limit),
         protocol=protocol_hash(record),
         protocol_record=record,
         metrics=_metrics(limited, scores, beside is not None),
@@ -89,7 +88,7 @@ def open_model(model: str, trust_remote_code: bool = False) -> Opened:
             raise CheckpointError(
                 f"{checkpoint.name} is quantised and has no manifest", "evaluate what quantkit convert wrote"
             )
-        identity = sha256_json([record.model_dump() for record in source_files(checkpoint)])
+        identity = files_identity(source_files(checkpoint))
         subject = Subject(kind="checkpoint", name=checkpoint.name, identity=identity)
         return Opened(subject, checkpoint, lambda dtype: load_checkpoint(checkpoint, dtype=dtype))
     path = Path(model)
@@ -115,19 +114,24 @@ def _open_reference(
         return None, []
     run = Path(model) / RUN_FILE
     source = read_json(run, ReportError, "pass --reference").get("source_path") if run.is_file() else None
-    if not source:
+    if not isinstance(source, str) or not source:
         return None, [f"no reference: {RUN_FILE} names no source; pass --reference"]
     try:
         found = open_model(source, trust_remote_code)
     except (CheckpointError, ArtifactError) as error:
         return None, [f"no reference: {error.problem}; pass --reference"]
-    recorded = sha256_json([record.model_dump() for record in read_manifest(Path(model)).source.files])
-    if found.subject.identity != recorded:
+    if found.subject.identity != read_manifest(Path(model)).source_identity:
         return None, [f"no reference: {source} has changed since the conversion; pass --reference"]
     return found, []
 
 
 def _check_vocabulary(opened: Opened, beside: Opened) -> None:
+    sizes = [part.checkpoint.config.get_text_config().vocab_size for part in (opened, beside)]
+    if sizes[0] != sizes[1]:
+        raise ReportError(
+            f"{beside.subject.name} has a vocabulary of {sizes[1]}, {opened.subject.name} one of {sizes[0]}",
+            "pass the checkpoint that the artifact was made from as --reference",
+        )
     text = "Evidence EV-0142 证据，阀门 3.5 MPa."
     if opened.checkpoint.tokenizer()(text)["input_ids"] != beside.checkpoint.tokenizer()(text)["input_ids"]:
         raise ReportError(

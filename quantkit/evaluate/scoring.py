@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from quantkit.errors import NumericsError
+from quantkit.errors import CheckpointError, NumericsError
 from quantkit.evaluate.uncertainty import Draws, draw, estimate
 
 # Rows of logits that are turned into probabilities at a time: 128 rows of a 150,000-word vocabulary are 77 MB.
@@ -53,7 +53,13 @@ def score_windows(
 
 def _logits(model: PreTrainedModel, window: torch.Tensor) -> torch.Tensor:
     """Logits of all predictions but the last, `[length - 1, vocabulary]`, in the model's dtype."""
-    logits = model(input_ids=window.unsqueeze(0).to(model.device), use_cache=False).logits[0, :-1].cpu()
+    try:
+        logits = model(input_ids=window.unsqueeze(0).to(model.device), use_cache=False).logits[0, :-1].cpu()
+    except IndexError:
+        raise CheckpointError(
+            f"the model has no row for one of {len(window)} positions, or for token {int(window.max())}",
+            "use shorter windows, or the tokenizer that belongs to this model",
+        ) from None
     if not torch.isfinite(logits).all():
         raise NumericsError("the model puts out NaN or infinite logits", "lower the damage, or evaluate in float32")
     return logits

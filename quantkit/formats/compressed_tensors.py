@@ -169,7 +169,7 @@ def _transformers_reads(layers: list[StoredLayer], schemes: int) -> str:
 
 def _vllm_reads(schemes: set[tuple[int, int, bool]]) -> str:
     refused = [
-        f"int{bits} group {group} {'symmetric' if symmetric else 'zero-point'}"
+        f"int{bits} {f'group {group}' if group > 0 else 'channel'} {'symmetric' if symmetric else 'zero-point'}"
         for bits, group, symmetric in sorted(schemes)
         if bits not in ((4, 8) if symmetric else (4,)) or group not in _MARLIN_GROUPS
     ]

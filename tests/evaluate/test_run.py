@@ -313,3 +313,14 @@ def test_a_checkpoint_without_tokenizer_is_an_error_naming_it(zoo: Zoo, suite: S
         shutil.copyfile(zoo("llama") / name, bare / name)
     with pytest.raises(CheckpointError, match="has no tokenizer files"):
         evaluate(str(bare), suite)
+
+
+def test_windows_longer_than_the_positions_of_the_model_are_an_error(zoo: Zoo, text: str) -> None:
+    suite = Suite(name="long", perplexity=[{"text": text, "windows": 1, "length": 200}])
+    with pytest.raises(CheckpointError, match="no row for one of 200 positions"):
+        evaluate(str(zoo("gpt2")), suite)
+
+
+def test_a_limit_that_cuts_nothing_is_no_limit(home: Path, suite: Suite) -> None:
+    assert evaluate(str(home / "artifact"), suite, limit=600).suite.limit is None
+    assert evaluate(str(home / "artifact"), suite, limit=2).suite.limit == 2
