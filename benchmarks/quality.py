@@ -74,7 +74,8 @@ def main() -> int:
     parser.add_argument("--windows", type=int, default=40, help="windows of news-en that judge (default 40)")
     parser.add_argument("--no-write", action="store_true", help="print only; leave the committed result alone")
     arguments = parser.parse_args()
-    cases = [case for case in CASES if not arguments.only or any(word in case.label for word in arguments.only)]
+    labels = {case.label for case in CASES}
+    cases = [case for case in CASES if not arguments.only or any(fits(word, case, labels) for word in arguments.only)]
     result = measure(cases, arguments.windows)
     if not arguments.no_write:
         result = merged(result, ROOT / RESULT)
@@ -83,6 +84,11 @@ def main() -> int:
         say(f"wrote {RESULT}")
     print(markdown(result))
     return 0
+
+
+def fits(word: str, case: Case, labels: set[str]) -> bool:
+    """A whole label names its case; any other word names all cases whose label holds it."""
+    return word == case.label if word in labels else word in case.label
 
 
 @torch.no_grad()
