@@ -29,6 +29,7 @@ from quantkit.manifest import (
     RUN_FILE,
     SCHEMA_VERSION,
     DroppedRecord,
+    FallbackRecord,
     FileRecord,
     KeptRecord,
     Manifest,
@@ -114,6 +115,9 @@ def _write_rest(plan: Plan, sink: Sink) -> None:
         if isinstance(item, Quantised):
             weight = read_tensor(entry)
             sink.layer(item, weight, _round(item, weight), ["rtn"])
+            if plan.recipe.calibrated:
+                detail = "rounded to nearest: it stands outside the decoder blocks, where calibration does not reach"
+                sink.fallbacks.append(FallbackRecord(layer=item.name, kind="quantiser", detail=detail))
         elif isinstance(item, Kept):
             sink.kept(entry, _checked_chunks(entry))
         else:

@@ -157,6 +157,7 @@ def test_mixed_precision_by_overrides_gives_each_layer_its_scheme(zoo: Callable[
     assert schemes["model.layers.0.mlp.down_proj"] == "int8 channel sym"
     assert schemes["model.layers.0.mlp.up_proj"] == "int4 g64 sym"
     assert schemes["lm_head"] == "int8 g32 sym"
+    assert [(f.layer, f.kind) for f in manifest.fallbacks] == [("lm_head", "quantiser")]
     with torch.no_grad():
         ours = load_artifact(tmp_path / "a")(IDS[:2]).logits
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "a")(IDS[:2]).logits
