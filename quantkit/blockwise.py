@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,6 @@ _PROOF_TOKENS = 32
 class _Block:
     """One live block at work. layers, stats: by name in the block; stats change as folds move scales."""
 
-    index: int
     name: str
     module: nn.Module
     layers: dict[str, Quantised]
@@ -65,8 +65,8 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
         name = f"{live.prefix}.{index}"
         block = live.load(index)
         local = {m.removeprefix(name + "."): layer for m, layer in by_module.items() if m.startswith(name + ".")}
-        run = _runner(live, index)
-        work = _Block(index, name, block, local, _statistics(block, local, name, run, hidden), {})
+        run = partial(live.run, index)
+        work = _Block(name, block, local, _statistics(block, local, name, run, hidden), {})
         work.before = {part: _nearest_error(work, part) for part in work.stats}
         folding.run(work, run, hidden[:1, :_PROOF_TOKENS])
         with _single_threaded():
@@ -75,10 +75,6 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
             with _rounded_inputs(work, plan.recipe.activations is not None):
                 live.advance(index, hidden)
         live.free(index)
-
-
-def _runner(live: LiveModel, index: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda sample: live.run(index, sample)
 
 
 def _statistics(
@@ -217,11 +213,8 @@ def _quantise(plan: Plan, work: _Block, sink: Sink) -> None:
         after = _output_error(weight, dequantize(chosen[part].tensor), stats)
         error = OutputError(before=_digits(work.before[part]), after=_digits(after))
         stored = sink.layer(layer, weight, chosen[part], passes, error, stats.tokens)
-        sink.fallbacks += [
-            FallbackRecord(layer=layer.name, kind="damping", detail=note)
-            for note in chosen[part].notes
-            if note.startswith("damping")
-        ]
+        if (raised := chosen[part].raised) is not None:
+            sink.fallbacks.append(FallbackRecord(layer=layer.name, kind="damping", detail=raised))
         weight.copy_(dequantize(stored))
 
 
@@ -233,7 +226,7 @@ def _nearest_error(work: _Block, part: str) -> float:
 
 def _output_error(weight: torch.Tensor, rounded: torch.Tensor, stats: CalibrationStats) -> float:
     """`tr((W - Q) H (W - Q)^T) / tr(W H W^T)`."""
-    gram = (stats.gram / stats.tokens).float()
+    gram = stats.hessian
     size = row_errors(weight, gram).sum().item()
     return row_errors(weight - rounded, gram).sum().item() / size if size > 0 else 0.0
 

@@ -59,11 +59,16 @@ class SmoothquantOptions(Strict):
 
 @dataclass(frozen=True)
 class Chosen:
-    """What a quantiser did. damping: fraction of the mean diagonal added to H, or None; notes: what was unusual."""
+    """What a quantiser did.
+
+    damping: fraction of the mean diagonal added to H, or None. notes: what was unusual. raised: the note that says that
+    damping had to be raised, or None.
+    """
 
     tensor: QuantizedTensor
     damping: float | None = None
     notes: tuple[str, ...] = ()
+    raised: str | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,7 @@ def _rtn(weight: torch.Tensor, scheme: QuantScheme, stats: CalibrationStats | No
 
 def _gptq(weight: torch.Tensor, scheme: QuantScheme, stats: CalibrationStats | None, options: GptqOptions) -> Chosen:
     assert stats is not None
-    hessian = (stats.gram / stats.tokens).float()
+    hessian = stats.hessian
     searched = options.scales == "searched"
     scales, zeros = search_qparams(weight, hessian.diagonal(), scheme) if searched else (None, None)
     for factor in _DAMP_STEPS:
@@ -120,12 +125,13 @@ def _gptq(weight: torch.Tensor, scheme: QuantScheme, stats: CalibrationStats | N
     tensor = result.tensor
     if options.sweeps:
         tensor = coordinate_descent(weight, hessian, tensor, sweeps=options.sweeps, damp=damp)
-    notes = []
+    notes, raised = [], None
     if factor != 1:
-        notes.append(f"damping raised from {options.damp:g} to {damp:g}: the Hessian was not positive definite")
+        raised = f"damping raised from {options.damp:g} to {damp:g}: the Hessian was not positive definite"
+        notes.append(raised)
     if result.dead_channels:
         notes.append(f"{result.dead_channels} input channels never active in calibration: rounded to nearest")
-    return Chosen(tensor, damp, tuple(notes))
+    return Chosen(tensor, damp, tuple(notes), raised)
 
 
 def _awq(
@@ -138,8 +144,7 @@ def _awq(
     # Inputs that share a producer channel (grouped heads) must share a scale, and so its statistic.
     mean = shared_mean(stats.act_mean, channel)
     quantizer: Literal["minmax", "search"] = "search" if options.scales == "searched" else "minmax"
-    gram = (stats.gram / stats.tokens).float()
-    found = search_scales(weights, mean, gram, scheme, n_grid=options.n_grid, quantizer=quantizer)
+    found = search_scales(weights, mean, stats.hessian, scheme, n_grid=options.n_grid, quantizer=quantizer)
     return Scaled(found.scales, found.ratio, found.error_before, found.error_after)
 
 

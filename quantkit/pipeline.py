@@ -21,7 +21,7 @@ from quantkit.artifact import WeightsWriter, record_components, refuse_existing,
 from quantkit.blockwise import quantise_blocks
 from quantkit.calibration import Calibration
 from quantkit.canonical import sha256_file
-from quantkit.checkpoint import Checkpoint, config_values
+from quantkit.checkpoint import INDEX_FILE, Checkpoint, config_values
 from quantkit.errors import ArtifactError, CalibrationError, CheckpointError, NumericsError
 from quantkit.files import copy_file, write_file
 from quantkit.manifest import (
@@ -168,7 +168,7 @@ class _Digests:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         names = [path.name for path in checkpoint.weight_files] + ["config.json"]
-        index = checkpoint.directory / "model.safetensors.index.json"
+        index = checkpoint.directory / INDEX_FILE
         names += [index.name] if index.is_file() else []
         self._paths = {name: checkpoint.directory / name for name in sorted({*names, *checkpoint.side_files})}
         self._records: list[FileRecord] = []

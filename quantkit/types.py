@@ -120,6 +120,11 @@ class CalibrationStats:
         """Mean |x| of each channel, float32 `[in]`."""
         return (self.abs_sum / max(1, self.tokens)).float()
 
+    @property
+    def hessian(self) -> torch.Tensor:
+        """The mean of x x^T over tokens, float32 `[in, in]`: H of the algorithms."""
+        return (self.gram / self.tokens).float()
+
     def scaled(self, scales: torch.Tensor) -> "CalibrationStats":
         """The statistics of inputs divided by `scales` `[in]`: exact, for every sum is a monomial in each channel."""
         wide = scales.double()
