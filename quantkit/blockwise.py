@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,13 +21,13 @@ from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.algorithms.smoothquant import fake_quantize_tokens
 from quantkit.errors import NumericsError
 from quantkit.fold import TOLERANCE, apply_fold, check_closure, discover_fold_sites
-from quantkit.live import LiveModel, samples
+from quantkit.live import LiveModel, batches
 from quantkit.manifest import FallbackRecord, FoldRecord, OutputError
 from quantkit.passes import QUANTISERS, TRANSFORMS, Chosen
 from quantkit.plan import Plan, Quantised
 from quantkit.sink import Sink
 from quantkit.stats import collect
-from quantkit.types import CalibrationStats, FoldSite
+from quantkit.types import CalibrationStats, FoldSite, QuantScheme
 
 # Fold scales of the equivalence check are drawn with it; any seed would do, one makes runs repeat.
 _SEED = 20240
@@ -37,13 +37,24 @@ _PROOF_TOKENS = 32
 
 @dataclass
 class _Block:
-    """One live block at work. layers, stats: by name in the block; stats change as folds move scales."""
+    """One live block at work. layers, stats: by name in the block; stats change as folds move scales.
+
+    size, before: of each layer as the source has it, the squared output and its squared error rounded to nearest.
+    """
 
     name: str
     module: nn.Module
     layers: dict[str, Quantised]
     stats: dict[str, CalibrationStats]
-    before: dict[str, float]
+    size: dict[str, float] = field(default_factory=dict)
+    before: dict[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for part, stats in self.stats.items():
+            weight = self.weight(part)
+            nearest = dequantize(rtn_quantize(weight, self.layers[part].scheme))
+            self.size[part] = _squared(weight, stats)
+            self.before[part] = _squared(weight - nearest, stats)
 
     def weight(self, name: str) -> torch.Tensor:
         weight = self.module.get_submodule(name).weight
@@ -61,18 +72,22 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
     hidden = live.start(ids, short=_PROOF_TOKENS)
     by_module = {layer.module: layer for layer in plan.quantised}
     folding = _Folding(plan, sink, live)
+    assert plan.recipe.calibration is not None
+    # Products in bfloat16, everything else in float32; sites are proved outside, in float32 throughout.
+    reduced = torch.autocast("cpu", torch.bfloat16, plan.recipe.calibration.dtype == "bfloat16")
     for index in range(len(live.blocks)):
         name = f"{live.prefix}.{index}"
         block = live.load(index)
         local = {m.removeprefix(name + "."): layer for m, layer in by_module.items() if m.startswith(name + ".")}
         run = partial(live.run, index)
-        work = _Block(name, block, local, _statistics(block, local, name, run, hidden), {})
-        work.before = {part: _nearest_error(work, part) for part in work.stats}
+        with reduced:
+            stats = _statistics(block, local, name, run, hidden)
+        work = _Block(name, block, local, stats)
         folding.run(work, run, hidden[:1, :_PROOF_TOKENS])
         with _single_threaded():
             _quantise(plan, work, sink)
         if index + 1 < len(live.blocks):
-            with _rounded_inputs(work, plan.recipe.activations is not None):
+            with reduced, _rounded_inputs(work, plan.recipe.activations is not None):
                 live.advance(index, hidden)
         live.free(index)
 
@@ -85,7 +100,7 @@ def _statistics(
     hidden: torch.Tensor,
 ) -> dict[str, CalibrationStats]:
     try:
-        shared = collect(block, layers, run, samples(hidden))
+        shared = collect(block, layers, run, batches(hidden))
     except NumericsError as error:
         raise NumericsError(f"{name}: {error.problem}", error.action) from None
     return {part: found.stats for found in shared for part in found.names}
@@ -195,40 +210,51 @@ def _quantise(plan: Plan, work: _Block, sink: Sink) -> None:
     quantiser = QUANTISERS[name]
     parsed = quantiser.options.model_validate(options)
 
-    def choose(part: str) -> Chosen:
-        try:
-            return quantiser.run(work.weight(part), work.layers[part].scheme, work.stats.get(part), parsed)
-        except NumericsError as error:
-            raise NumericsError(f"{work.name}.{part}: {error.problem}", error.action) from None
-
     for part in work.layers:
         if part not in work.stats:
             raise NumericsError(f"{work.name}.{part}: no calibration token reached it", "add it to the recipe's ignore")
+    teams = _teams(work)
+
+    def choose(team: list[str]) -> list[Chosen]:
+        weights = [work.weight(part) for part in team]
+        try:
+            found = quantiser.run(torch.cat(weights), work.layers[team[0]].scheme, work.stats[team[0]], parsed)
+        except NumericsError as error:
+            raise NumericsError(f"{work.name}.{team[0]}: {error.problem}", error.action) from None
+        return found.split([len(weight) for weight in weights])
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        chosen = dict(zip(work.layers, pool.map(choose, work.layers), strict=True))
+        # The widest first: it takes longest.
+        order = sorted(teams, key=lambda team: -work.weight(team[0]).shape[1])
+        chosen = {part: one for team, found in zip(order, pool.map(choose, order), strict=True)
+                  for part, one in zip(team, found, strict=True)}  # fmt: skip
     passes = [step for step, _ in plan.recipe.steps]
     for part, layer in work.layers.items():
         weight = work.weight(part)
         stats = work.stats[part]
-        after = _output_error(weight, dequantize(chosen[part].tensor), stats)
-        error = OutputError(before=_digits(work.before[part]), after=_digits(after))
-        stored = sink.layer(layer, weight, chosen[part], passes, error, stats.tokens)
+        stored = dequantize(chosen[part].tensor)
+        size = work.size[part] or 1.0
+        error = OutputError(
+            before=_digits(work.before[part] / size), after=_digits(_squared(weight - stored, stats) / size)
+        )
+        read_back = sink.layer(layer, weight, chosen[part], passes, error, stats.tokens)
         if (raised := chosen[part].raised) is not None:
             sink.fallbacks.append(FallbackRecord(layer=layer.name, kind="damping", detail=raised))
-        weight.copy_(dequantize(stored))
+        weight.copy_(dequantize(read_back))
 
 
-def _nearest_error(work: _Block, part: str) -> float:
-    """Relative squared output error of rounding the untouched weight to nearest."""
-    weight = work.weight(part)
-    return _output_error(weight, dequantize(rtn_quantize(weight, work.layers[part].scheme)), work.stats[part])
+def _teams(work: _Block) -> list[list[str]]:
+    """Layers that read one input in one scheme are quantised as one weight, for rows are independent of each other."""
+    teams: dict[tuple[int, QuantScheme, str], list[str]] = {}
+    for part, layer in work.layers.items():
+        alone = part if layer.scheme.granularity == "tensor" else ""  # its rows share a scale
+        teams.setdefault((id(work.stats[part]), layer.scheme, alone), []).append(part)
+    return list(teams.values())
 
 
-def _output_error(weight: torch.Tensor, rounded: torch.Tensor, stats: CalibrationStats) -> float:
-    """`tr((W - Q) H (W - Q)^T) / tr(W H W^T)`."""
-    gram = stats.hessian
-    size = row_errors(weight, gram).sum().item()
-    return row_errors(weight - rounded, gram).sum().item() / size if size > 0 else 0.0
+def _squared(weight: torch.Tensor, stats: CalibrationStats) -> float:
+    """`tr(W H W^T)`: the mean squared size of the layer's output."""
+    return row_errors(weight, stats.hessian).sum().item()
 
 
 def _digits(value: float) -> float:

@@ -17,6 +17,9 @@ from quantkit.errors import CheckpointError, NumericsError
 from quantkit.loading import fill_parameters
 from quantkit.tensorfile import TensorEntry
 
+# Tokens that run through a block at once: enough for matrix products at full speed.
+_BATCH_TOKENS = 2048
+
 # What a model hands a block beside the hidden states.
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -33,8 +36,8 @@ class LiveModel:
         self._direct = {t.parameter: checkpoint.entries[name] for name, t in targets.items() if t.direct}
         for name, entry in checkpoint.entries.items():
             self._entries.setdefault(self._part_of(targets[name].parameter), {})[name] = entry
-        # By length of the sample: masks and rotary tables are as long as it.
-        self._arguments: dict[int, list[_Arguments]] = {}
+        # By batch size and length: masks and rotary tables have both.
+        self._arguments: dict[tuple[int, int], list[_Arguments]] = {}
 
     def _part_of(self, parameter: str) -> str:
         """The block prefix that a parameter belongs to, or the empty string."""
@@ -50,14 +53,14 @@ class LiveModel:
     def start(self, ids: torch.Tensor, short: int | None = None) -> torch.Tensor:
         """Hidden states `[samples, length, hidden]` before the first block, of token ids `[samples, length]`.
 
-        short: a shorter length at which blocks will be run as well. Raises CheckpointError where the model does not
-        hand its hidden states through all blocks in turn.
+        short: a length at which blocks will be run with one sample as well. Raises CheckpointError where the model does
+        not hand its hidden states through all blocks in turn.
         """
         fill_parameters(self.model, self._entries.get("", {}), self.checkpoint.name)
         # Tied tables are left to the head, which does not run.
         base = getattr(self.model, self.model.base_model_prefix, self.model)
-        hidden = torch.cat([self._record(base, row.unsqueeze(0)) for row in ids])
-        if short is not None and short < ids.shape[1]:
+        hidden = torch.cat([self._record(base, part) for part in batches(ids)])
+        if short is not None:
             self._record(base, ids[:1, :short])
         self._free_rest()
         return hidden
@@ -84,7 +87,7 @@ class LiveModel:
                 f"{self.checkpoint.name}: the model runs {len(records)} of its {len(self.blocks)} blocks",
                 "this model cannot be calibrated; use a data-free recipe",
             )
-        self._arguments[ids.shape[1]] = records
+        self._arguments[ids.shape[0], ids.shape[1]] = records
         return given[0]
 
     def load(self, index: int) -> nn.Module:
@@ -108,15 +111,15 @@ class LiveModel:
 
     @torch.no_grad()
     def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states after block `index`, of one sample `[1, length, hidden]`."""
-        arguments, keywords = self._arguments[hidden.shape[1]][index]
+        """Hidden states after block `index`, of a batch `[n, length, hidden]` such as `batches` gives."""
+        arguments, keywords = self._arguments[hidden.shape[0], hidden.shape[1]][index]
         output = self.blocks[index](hidden, *arguments, **keywords)
         return output[0] if isinstance(output, tuple) else output
 
     def advance(self, index: int, hidden: torch.Tensor) -> None:
         """Run block `index` on every sample, in place."""
-        for n in range(len(hidden)):
-            hidden[n : n + 1] = self.run(index, hidden[n : n + 1])
+        for part in batches(hidden):
+            part.copy_(self.run(index, part))
 
     def _free_rest(self) -> None:
         """Embeddings and head are not needed after the first pass; small buffers stay."""
@@ -126,9 +129,9 @@ class LiveModel:
                 setattr(self.model.get_submodule(parent), leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
 
 
-def samples(hidden: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The samples of `[n, length, hidden]` one by one, as `[1, length, hidden]` views."""
-    return (hidden[n : n + 1] for n in range(len(hidden)))
+def batches(table: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of `[samples, length, ...]` over its samples in turn, each of about `_BATCH_TOKENS` tokens."""
+    return iter(table.split(max(1, _BATCH_TOKENS // table.shape[1])))
 
 
 def _recorder(given: list[torch.Tensor], records: list[_Arguments]) -> Any:

@@ -5,7 +5,7 @@ codes. Both see weights `[out, in]` in float32 and the statistics of their input
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -40,7 +40,7 @@ class GptqOptions(Strict):
     block_size: Annotated[int, Field(ge=1)] = 128
     act_order: Literal["none", "static"] = "static"
     scales: Literal["minmax", "searched"] = "searched"
-    sweeps: Annotated[int, Field(ge=0)] = 8
+    sweeps: Annotated[int, Field(ge=0)] = 2
 
 
 class AwqOptions(Strict):
@@ -69,6 +69,10 @@ class Chosen:
     damping: float | None = None
     notes: tuple[str, ...] = ()
     raised: str | None = None
+
+    def split(self, rows: list[int]) -> "list[Chosen]":
+        """One for each run of rows, where several layers were quantised as one."""
+        return [replace(self, tensor=tensor) for tensor in self.tensor.split(rows)]
 
 
 @dataclass(frozen=True)

@@ -58,11 +58,12 @@ class ActivationFormat(Strict):
 
 
 class CalibrationSpec(Strict):
-    """The calibration set of calibrated passes."""
+    """The calibration set of calibrated passes. dtype: of matrix products while it runs; sums are float32 or better."""
 
     set: str
     samples: Annotated[int, Field(ge=1)]
     sequence_length: Annotated[int, Field(ge=2)]
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
 
 
 class Recipe(Strict):

@@ -11,6 +11,10 @@ from quantkit.types import CalibrationStats
 
 # Inputs kept as they were, a layer: enough for a search over alphas, small beside the Gram matrix.
 _KEPT_TOKENS = 512
+# Rows multiplied at once: float32 sums over so few are exact enough, and matrix products are at full speed.
+_PRODUCT_ROWS = 2048
+# The Gram matrix is symmetric: of its square tiles of this width, those below the diagonal are not computed.
+_TILE = 256
 
 
 @dataclass(frozen=True)
@@ -35,23 +39,22 @@ def collect(
     NumericsError naming the linear whose input is not finite.
     """
     modules = {name: module for name, module in linears_of(block).items() if name in set(names)}
-    leaders: dict[str, list[str]] = {}
+    leader_of: dict[str, str] = {}
     sums: dict[str, _Sums] = {}
+    # Of one run: which linear read a tensor first, and the tensors, so that none takes another's place in memory.
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     alive: list[torch.Tensor] = []
-    first = True
 
     def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG001
             value = arguments[0]
-            if first:
-                alive.append(value)  # so that no later tensor of this run takes its place in memory
-                leader = seen.setdefault((value.data_ptr(), tuple(value.shape)), name)
-                leaders.setdefault(leader, []).append(name)
-                if leader == name:
-                    sums[name] = _Sums(value.shape[-1])
-            if name in sums:
-                sums[name].add(value.reshape(-1, value.shape[-1]), name)
+            if len(leader_of) < len(modules):  # an expert may be reached by a later sample only
+                alive.append(value)
+                first = seen.setdefault((value.data_ptr(), tuple(value.shape)), name)
+                if leader_of.setdefault(name, leader_of.get(first, first)) == name and name not in sums:
+                    sums[name] = _Sums(name, value.shape[-1])
+            if leader_of[name] == name:
+                sums[name].add(value.reshape(-1, value.shape[-1]))
 
         return hook
 
@@ -59,12 +62,12 @@ def collect(
     try:
         for sample in samples:
             run(sample)
-            first = False
+            seen.clear()
             alive.clear()
     finally:
         for handle in handles:
             handle.remove()
-    return [SharedInput(tuple(leaders[leader]), sums[leader].result()) for leader in leaders]
+    return [SharedInput(tuple(n for n in leader_of if leader_of[n] == name), sums[name].result()) for name in sums]
 
 
 def merge(first: CalibrationStats, second: CalibrationStats) -> CalibrationStats:
@@ -79,33 +82,53 @@ def merge(first: CalibrationStats, second: CalibrationStats) -> CalibrationStats
 
 
 class _Sums:
-    """Running sums at one input: products of one sample in float32, sums over samples in float64, without drift."""
+    """Running sums at one input: products of some thousand rows in float32, sums of those in float64, without drift."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, name: str, width: int) -> None:
+        self._name = name
         self._gram = torch.zeros(width, width, dtype=torch.float64)
         self._absmax = torch.zeros(width)
         self._abs_sum = torch.zeros(width, dtype=torch.float64)
         self._tokens = 0
         self._kept: list[torch.Tensor] = []
+        self._waiting = torch.empty(_PRODUCT_ROWS, width)
+        self._filled = 0
 
-    def add(self, rows: torch.Tensor, name: str) -> None:
-        rows = rows.float()
-        product = rows.T @ rows
-        # A NaN or infinity anywhere in the rows reaches the diagonal.
-        if not torch.isfinite(product.diagonal()).all():
-            raise NumericsError(
-                f"calibration: the input of {name} holds NaN or infinite values, or squares that overflow float32",
-                "check the checkpoint, or leave out the calibration sample that does it",
-            )
-        magnitude = rows.abs()
-        self._gram += product
-        self._absmax = torch.maximum(self._absmax, magnitude.amax(0))
-        self._abs_sum += magnitude.sum(0, dtype=torch.float64)
-        self._tokens += len(rows)
+    def add(self, rows: torch.Tensor) -> None:
         missing = _KEPT_TOKENS - sum(len(part) for part in self._kept)
         if missing > 0:
             # A spread of positions, not the first ones: those are unlike all others.
-            self._kept.append(rows[:: max(1, len(rows) // 32)][:missing].clone())
+            self._kept.append(rows[:: max(1, min(16, len(rows) // 32))][:missing].float())
+        for part in rows.split(_PRODUCT_ROWS):
+            if self._filled + len(part) > _PRODUCT_ROWS:
+                self._flush()
+            self._waiting[self._filled : self._filled + len(part)] = part
+            self._filled += len(part)
+
+    def _flush(self) -> None:
+        """Add the waiting rows to the sums. Of their products only tiles on and above the diagonal: the rest is alike."""
+        rows = self._waiting[: self._filled]
+        magnitude = rows.abs()
+        largest = magnitude.amax(0)
+        # Sums of squares must fit: NaN, infinity and overflow all fail this.
+        if not torch.isfinite(largest.square() * _PRODUCT_ROWS).all():
+            raise NumericsError(
+                f"calibration: the input of {self._name} holds NaN or infinite values, or squares that overflow",
+                "check the checkpoint, or leave out the calibration sample that does it",
+            )
+        self._absmax = torch.maximum(self._absmax, largest)
+        self._abs_sum += magnitude.sum(0)
+        # The block may run in bfloat16; its statistics do not.
+        with torch.autocast("cpu", enabled=False):
+            for start in range(0, rows.shape[1], _TILE):
+                end = start + _TILE
+                self._gram[start:end, start:] += rows[:, start:end].T @ rows[:, start:]
+        self._tokens += self._filled
+        self._filled = 0
 
     def result(self) -> CalibrationStats:
+        self._flush()
+        for start in range(0, len(self._gram), _TILE):
+            end = start + _TILE
+            self._gram[end:, start:end] = self._gram[start:end, end:].T
         return CalibrationStats(self._gram, self._absmax, self._abs_sum, self._tokens, torch.cat(self._kept))

@@ -6,6 +6,7 @@ the file; zeros are uint8 `[out, groups]` in code units, or None for a symmetric
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -100,6 +101,12 @@ class QuantizedTensor:
         rows, columns = self.codes.shape
         return rows, columns
 
+    def split(self, rows: list[int]) -> "list[QuantizedTensor]":
+        """The tensors of so many output rows each, in turn."""
+        zeros = [None] * len(rows) if self.zeros is None else self.zeros.split(rows)
+        parts = zip(self.codes.split(rows), self.scales.split(rows), zeros, strict=True)
+        return [QuantizedTensor(codes, scales, zero, self.scheme) for codes, scales, zero in parts]
+
 
 @dataclass
 class CalibrationStats:
@@ -120,7 +127,7 @@ class CalibrationStats:
         """Mean |x| of each channel, float32 `[in]`."""
         return (self.abs_sum / max(1, self.tokens)).float()
 
-    @property
+    @cached_property
     def hessian(self) -> torch.Tensor:
         """The mean of x x^T over tokens, float32 `[in, in]`: H of the algorithms."""
         return (self.gram / self.tokens).float()

@@ -18,7 +18,7 @@ from quantkit.errors import CalibrationError, NumericsError, SchemaError
 from quantkit.evaluate.loader import Int8Linear, load_artifact, load_checkpoint
 from quantkit.fold import apply_fold, discover_fold_sites
 from quantkit.formats.int_quantized import IntQuantized
-from quantkit.live import LiveModel, samples
+from quantkit.live import LiveModel, batches
 from quantkit.manifest import Manifest
 from quantkit.passes import shared_mean
 from quantkit.pipeline import convert
@@ -62,7 +62,7 @@ def test_every_architecture_converts_verifies_and_loses_little(
 def test_transforms_without_rounding_leave_the_function_unchanged(name: str, zoo: Callable[[str], Path]) -> None:
     """Scales of AWQ and SmoothQuant, folded at every site of every block, against the blocks as they were."""
     live = LiveModel(open_checkpoint(str(zoo(name))))
-    hidden = live.start(IDS[:3])
+    hidden = live.start(IDS[:3], short=IDS.shape[1])
     expected = hidden.clone()
     for index in range(len(live.blocks)):
         block = live.load(index)
@@ -70,7 +70,7 @@ def test_transforms_without_rounding_leave_the_function_unchanged(name: str, zoo
         names = [part for part, _ in block.named_modules()]
         stats = {
             n: s.stats
-            for s in collect(block, names, lambda x, i=index: live.run(i, x), samples(hidden))
+            for s in collect(block, names, lambda x, i=index: live.run(i, x), batches(hidden))
             for n in s.names
         }
         for site in discover_fold_sites(block, lambda x, i=index: live.run(i, x), hidden[:1]):

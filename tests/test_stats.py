@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from quantkit import stats
 from quantkit.errors import NumericsError
 from quantkit.stats import collect, merge
 from quantkit.types import CalibrationStats
@@ -42,18 +43,28 @@ def test_linears_that_read_one_tensor_share_one_set_of_sums(block: _Block) -> No
 def test_sums_are_those_of_all_tokens(block: _Block) -> None:
     samples = _samples(4)
     rows = torch.cat(samples).reshape(-1, 6).double()
-    stats = _collect(block, samples)["left"]
-    torch.testing.assert_close(stats.gram, rows.T @ rows, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(stats.absmax.double(), rows.abs().amax(0))
-    torch.testing.assert_close(stats.act_mean.double(), rows.abs().mean(0), rtol=1e-5, atol=1e-7)
-    assert stats.tokens == 28
+    found = _collect(block, samples)["left"]
+    torch.testing.assert_close(found.gram, rows.T @ rows, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.absmax.double(), rows.abs().amax(0))
+    torch.testing.assert_close(found.act_mean.double(), rows.abs().mean(0), rtol=1e-5, atol=1e-7)
+    assert found.tokens == 28
+
+
+def test_sums_in_several_pieces_and_tiles_are_those_in_one(block: _Block, monkeypatch: pytest.MonkeyPatch) -> None:
+    samples = _samples(4)
+    whole = _collect(block, samples)["left"]
+    monkeypatch.setattr(stats, "_PRODUCT_ROWS", 5)  # a sample has 7 rows
+    monkeypatch.setattr(stats, "_TILE", 4)  # of 6 columns
+    pieces = _collect(block, samples)["left"]
+    torch.testing.assert_close(pieces.gram, whole.gram, rtol=1e-5, atol=1e-6)
+    assert pieces.tokens == whole.tokens
 
 
 def test_statistics_of_two_halves_add_up_to_the_whole(block: _Block) -> None:
     samples = _samples(6)
     whole = _collect(block, samples)["out"]
     halves = merge(_collect(block, samples[:2])["out"], _collect(block, samples[2:])["out"])
-    torch.testing.assert_close(halves.gram, whole.gram)
+    torch.testing.assert_close(halves.gram, whole.gram, rtol=1e-5, atol=1e-6)  # products are float32
     torch.testing.assert_close(halves.absmax, whole.absmax)
     assert halves.tokens == whole.tokens
 
@@ -66,6 +77,33 @@ def test_scaled_statistics_are_those_of_scaled_inputs(block: _Block) -> None:
     torch.testing.assert_close(moved.gram, again.gram, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(moved.absmax, again.absmax)
     torch.testing.assert_close(moved.act_mean, again.act_mean)
+
+
+def test_a_block_that_runs_in_bfloat16_has_statistics_in_float32(block: _Block) -> None:
+    samples = _samples(4)
+    rows = torch.cat(samples).reshape(-1, 6).double()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = _collect(block, samples)["left"]
+    torch.testing.assert_close(found.gram, rows.T @ rows, rtol=1e-5, atol=1e-6)
+
+
+def test_a_linear_that_only_a_later_sample_reaches_is_counted() -> None:
+    class Routed(nn.Module):
+        """Positive samples take one expert, others the other."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up = nn.Linear(6, 6), nn.Linear(6, 6)
+            self.other = nn.Linear(6, 6)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.gate(hidden) * self.up(hidden) if hidden.sum() > 0 else self.other(hidden)
+
+    torch.manual_seed(5)
+    block = Routed().requires_grad_(False)
+    sample = torch.rand(1, 7, 6)
+    shared = collect(block, ["gate", "up", "other"], block, [-sample, sample, sample])
+    assert {part.names: part.stats.tokens for part in shared} == {("other",): 7, ("gate", "up"): 14}
 
 
 def test_one_non_finite_sample_is_an_error_that_names_the_linear(block: _Block) -> None:

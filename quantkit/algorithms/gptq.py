@@ -21,6 +21,9 @@ from quantkit.types import QuantizedTensor, QuantScheme
 
 ActOrder = Literal["none", "static"]
 
+# Columns that pass their changes on one at a time; to all others they go as one product.
+_INNER_COLUMNS = 32
+
 
 class NotPositiveDefinite(NumericsError):  # noqa: N818 - as Interrupted: what happened, not "error"
     """The damped Hessian cannot be factorised: too few or repeated tokens for the width, and too little damping."""
@@ -83,16 +86,22 @@ def gptq_quantize(
     codes[order] = _round_columns(columns, factor, steps, block_size)
     chosen = replace(nearest, codes=codes.T.contiguous())
 
-    before, after = weight.float() - dequantize(nearest), weight.float() - dequantize(chosen)
+    deltas = [weight.float() - dequantize(tensor) for tensor in (nearest, chosen)]
+    before, after = (row_errors(delta, damped) for delta in deltas)
     # Judged with the damped H. The undamped error is then no larger either: nearest codes have the least added term.
-    worse = row_errors(after, damped) >= row_errors(before, damped)
+    worse = after >= before
     chosen.codes[worse] = nearest.codes[worse]
-    after[worse] = before[worse]
-    exact = hessian.float()
+    deltas[1][worse], after[worse] = deltas[0][worse], before[worse]
+    # The undamped error: damping is a diagonal, and what it added to each row is cheap to take off again.
+    added = damped.diagonal() - hessian.diagonal()
+    error_before, error_after = (
+        (total - (delta.square() * added).sum(1, dtype=torch.float64)).clamp(min=0).sum().item()
+        for delta, total in zip(deltas, (before, after), strict=True)
+    )
     return GPTQResult(
         tensor=chosen,
-        error_before=row_errors(before, exact).sum().item(),
-        error_after=row_errors(after, exact).sum().item(),
+        error_before=error_before,
+        error_after=error_after,
         damping=damping,
         dead_channels=int(dead.sum()),
         nearest_rows=int(worse.sum()),
@@ -223,41 +232,45 @@ def _round_columns(columns: torch.Tensor, factor: torch.Tensor, steps: _Steps, b
     """The loop of Algorithm 1 over `columns` `[in, out]` (W transposed; overwritten). Returns codes `[in, out]`."""
     width = len(columns)
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
-    groups = steps.groups.tolist()
+    groups, pivots = steps.groups.tolist(), factor.diagonal().tolist()
     for start in range(0, width, block_size):
         end = min(start + block_size, width)
-        block, triangle = columns[start:end], factor[start:end, start:end]
-        errors = torch.empty_like(block)
-        pivots = triangle.diagonal().tolist()
-        for i in range(end - start):
-            scale, zero = steps.scales[groups[start + i]], steps.zeros[groups[start + i]]
-            code = torch.round(block[i] / scale).add_(zero).clamp_(0, steps.top)
-            codes[start + i] = code
-            errors[i] = (block[i] - (code - zero) * scale) / pivots[i]
-            block[i + 1 :].addr_(triangle[i, i + 1 :], errors[i], alpha=-1)
+        errors = torch.empty_like(columns[start:end])
+        # Blocks inside the block: a column reaches few others one by one, the rest as one product.
+        for first in range(start, end, _INNER_COLUMNS):
+            last = min(first + _INNER_COLUMNS, end)
+            for i in range(first, last):
+                scale, zero, column = steps.scales[groups[i]], steps.zeros[groups[i]], columns[i]
+                code = torch.round(column / scale).add_(zero).clamp_(0, steps.top)
+                codes[i] = code
+                error = torch.sub(column, code.sub_(zero).mul_(scale), out=errors[i - start]).div_(pivots[i])
+                columns[i + 1 : last].addr_(factor[i, i + 1 : last], error, alpha=-1)
+            columns[last:end].addmm_(factor[first:last, last:end].T, errors[first - start : last - start], alpha=-1)
         columns[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
     return codes
 
 
 def _descend_codes(
-    current: torch.Tensor, gradient: torch.Tensor, hessian: torch.Tensor, steps: _Steps, block_size: int = 64
+    current: torch.Tensor, gradient: torch.Tensor, hessian: torch.Tensor, steps: _Steps, block_size: int = 128
 ) -> bool:
     """One sweep over the columns. `current` (code minus zero) and `gradient` (H E^T), `[in, out]`, change in place."""
     changed = False
     groups, diagonal = steps.groups.tolist(), hessian.diagonal().tolist()
     for start in range(0, len(current), block_size):
         end = min(start + block_size, len(current))
-        inner = hessian[start:end, start:end]
         local = gradient[start:end].clone()
         moves = torch.empty_like(local)
-        for i in range(end - start):
-            scale, zero = steps.scales[groups[start + i]], steps.zeros[groups[start + i]]
-            # Divided in turn: a tiny scale times a small diagonal underflows to zero, and 0 / 0 would be NaN.
-            wanted = torch.round(local[i] / diagonal[start + i] / scale).add_(current[start + i])
-            wanted = torch.clamp(wanted, -zero, steps.top - zero)
-            moves[i] = (current[start + i] - wanted) * scale
-            current[start + i] = wanted
-            local.addr_(inner[i], moves[i])
+        for first in range(start, end, _INNER_COLUMNS):
+            last = min(first + _INNER_COLUMNS, end)
+            for i in range(first, last):
+                scale, zero, code, n = steps.scales[groups[i]], steps.zeros[groups[i]], current[i], i - start
+                # Divided in turn: a tiny scale times a small diagonal underflows to zero, and 0 / 0 would be NaN.
+                wanted = torch.round((local[n] / diagonal[i]).div_(scale)).add_(code)
+                torch.clamp(wanted, -zero, steps.top - zero, out=wanted)
+                torch.sub(code, wanted, out=moves[n]).mul_(scale)
+                code.copy_(wanted)
+                local[n + 1 : last - start].addr_(hessian[i, i + 1 : last], moves[n])
+            local[last - start :].addmm_(hessian[last:end, first:last], moves[first - start : last - start])
         if moves.any():
             gradient.addmm_(hessian[:, start:end], moves)
             changed = True
