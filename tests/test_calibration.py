@@ -1,16 +1,18 @@
 """Calibration sets: what is asked, used and skipped is accounted for, and too little is an error."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 
 from quantkit.calibration import CalibrationSet, Part, calibrate_from, load_set, recipe_calibration
+from quantkit.canonical import sha256_bytes
 from quantkit.checkpoint import open_checkpoint
 from quantkit.data import shipped_names
 from quantkit.errors import CalibrationError, SchemaError, TextError
 from quantkit.recipe import load_recipe
-from tests.zoo import byte_tokenizer
+from tests.zoo import CHAT_TEMPLATE, byte_tokenizer
 
 
 @pytest.fixture
@@ -101,3 +103,48 @@ def test_the_same_set_gives_the_same_tokens_and_hash(notes: Path) -> None:
     first, second = (calibrate_from(_set((str(notes), 1.0)), byte_tokenizer(), 6, 32) for _ in range(2))
     assert first.account == second.account
     assert torch.equal(first.ids, second.ids)
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    path = tmp_path / "chats.jsonl"
+    rows = [[{"role": "user", "content": f"Set pressure of PSV-{n}? 压力"}] for n in range(40)]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in [*rows, []]))
+    return path
+
+
+def test_chat_messages_are_rendered_and_the_account_says_how(chats: Path) -> None:
+    found = calibrate_from(load_set(str(chats)), byte_tokenizer(), 5, 64)
+    part = found.account["parts"][0]
+    rendered = "".join(f"user: Set pressure of PSV-{n}? 压力\n" for n in range(40)).encode()
+    assert part["chat"] == {"template_sha256": sha256_bytes(CHAT_TEMPLATE.encode()), "joined_with": "", "bos": "none"}
+    assert part["text_sha256"] == sha256_bytes(rendered)
+    assert part["skipped"]["blank_documents"] == 1
+    assert bytes(found.ids[0].tolist()) == rendered[:64]
+
+
+def test_plain_text_has_no_account_of_a_template(notes: Path, chats: Path) -> None:
+    account = calibrate_from(_set((str(notes), 0.5), (str(chats), 0.5)), byte_tokenizer(), 6, 64).account
+    assert ["chat" in part for part in account["parts"]] == [False, True]
+
+
+def test_a_bos_that_the_template_writes_is_not_doubled(chats: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ bos_token }}" + CHAT_TEMPLATE
+    chosen = CalibrationSet(name="test", bos="window", parts=[Part(text=str(chats), share=1.0)])
+    found = calibrate_from(chosen, tokenizer, 10, 36)
+    assert bool((found.ids[:, 0] == 1).all())
+    assert not bool(((found.ids[:, 1:] == 1) & (found.ids[:, :-1] == 1)).any())
+    assert (found.account["bos"], found.account["parts"][0]["chat"]["bos"]) == ("window", "once")
+
+
+def test_messages_for_a_tokenizer_without_a_template_are_refused(chats: Path) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(CalibrationError, match=r"no chat template.*calibrate on plain text"):
+        calibrate_from(load_set(str(chats)), tokenizer, 5, 64)
+
+
+def test_a_short_chat_is_an_error_like_any_short_text(chats: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"text chats\.jsonl gives \d+ samples of 64 tokens, 500 are asked"):
+        calibrate_from(load_set(str(chats)), byte_tokenizer(), 500, 64)

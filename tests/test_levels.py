@@ -23,7 +23,7 @@ LEVELS: list[list[str]] = [
     ["checkpoint", "fold"],
     ["blocks", "loading", "material"],
     ["live", "texts"],
-    ["tokens"],
+    ["tokens", "chat"],
     ["formats.base"],
     ["formats.compressed_tensors"],
     ["formats.int_quantized"],

@@ -8,6 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from quantkit.artifact import verify
+from quantkit.calibration import calibrate_from, load_set
+from quantkit.canonical import sha256_bytes
+from quantkit.chat import render
 from quantkit.checkpoint import load_gguf, open_checkpoint
 from quantkit.demo import base_checkpoint, load_demo
 from quantkit.errors import TextError
@@ -18,6 +21,7 @@ from quantkit.material import package_file
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
+from quantkit.texts import Chat, load_source
 
 pytestmark = [pytest.mark.real, pytest.mark.xdist_group("real")]
 WINDOWS, LENGTH = 8, 512
@@ -121,3 +125,20 @@ def test_perplexities_stand_in_the_classic_order(
     assert 10 * found["rtn-int4"] < found["rtn-int4-tensor"]
     assert reference < found["rtn-g64-zp"]
     assert found["rtn-int8"] < 1.02 * reference
+
+
+def test_the_shipped_chat_set_fills_its_shares_with_the_markers_of_the_template(base: Path) -> None:
+    tokenizer = open_checkpoint(str(base)).tokenizer()
+    try:
+        calibration = calibrate_from(load_set("chat"), tokenizer, 64, LENGTH)
+    except TextError as error:
+        pytest.skip(f"a text is not here: {error.problem}")
+    assert calibration.ids.shape == (64, LENGTH)
+    part = next(part for part in calibration.account["parts"] if "chat" in part)
+    assert part["chat"]["template_sha256"] == sha256_bytes((base / "chat_template.jinja").read_bytes())
+    marker = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    chat = load_source("engineering-chat")
+    assert isinstance(chat, Chat)
+    text = render(chat, tokenizer)
+    ids = tokenizer(text.joined, add_special_tokens=False)["input_ids"]
+    assert ids.count(marker) == text.joined.count("<|im_start|>")

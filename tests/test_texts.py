@@ -14,7 +14,7 @@ from quantkit.canonical import sha256_bytes
 from quantkit.data import data_dir, shipped_names
 from quantkit.errors import QuantkitError, SchemaError, TextError
 from quantkit.schema import read_yaml, validate
-from quantkit.texts import Text, TextDefinition, load_text
+from quantkit.texts import Chat, Text, TextDefinition, load_source, load_text
 
 BASE = {"name": "own", "description": "for tests", "language": "en", "license": "none"}
 
@@ -202,6 +202,10 @@ def test_a_definition_has_exactly_one_source(tmp_path: Path, changes: dict[str, 
         ({"layuot": "text"}, "did you mean 'layout'"),
         ({"layout": "html"}, "layout"),
         ({"documents": 0}, "documents"),
+        ({"chat": "yes"}, "chat"),
+        ({"chat": True}, "chat needs rows"),
+        ({"chat": True, "layout": "lines"}, "chat needs rows"),
+        ({"chat": True, "layout": "jsonl", "separator": ""}, "leave out separator"),
         ({"language": None}, "language"),
     ],
 )
@@ -239,3 +243,71 @@ def test_the_texts_written_for_this_project_load_by_name() -> None:
     assert text.language == "zh"
     assert len(text.joined) > 10_000
     assert sum("\u4e00" <= character <= "\u9fff" for character in text.joined) > len(text.joined) / 2
+
+
+ROWS = [[{"role": "user", "content": "Which valve?"}], [], [{"role": "user", "content": "压力?"}]]
+
+
+def jsonl(*rows: Any) -> bytes:
+    return "\n\n".join(json.dumps(row) for row in rows).encode()
+
+
+def test_a_chat_holds_its_rows_as_they_stand(tmp_path: Path) -> None:
+    data = jsonl(*({"turns": row, "x": 1} for row in ROWS))
+    chat = load_source(define(tmp_path, data=data, layout="jsonl", field="turns", chat=True))
+    assert chat == Chat("own", "en", ROWS)
+    only = load_source(define(tmp_path, data=data, layout="jsonl", field="turns", chat=True, documents=1))
+    assert only == Chat("own", "en", ROWS[:1])
+
+
+def test_a_chat_may_be_parquet_or_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    parquet(tmp_path / "data", {"id": [1, 2, 3], "messages": ROWS})
+    expected = Chat("own", "en", ROWS)
+    assert load_source(define(tmp_path, layout="parquet", field="messages", chat=True)) == expected
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.jsonl").write_bytes(jsonl(*({"messages": row} for row in ROWS)))
+    source = {"id": str(tmp_path / "set"), "split": "train"}
+    assert load_source(define(tmp_path, dataset=source, field="messages", chat=True)) == expected
+
+
+def test_a_file_is_a_chat_where_its_first_row_has_messages_and_no_text(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"\n" + jsonl({"messages": ROWS[0]}, {"messages": "checked later"}))
+    assert load_source(str(tmp_path / "a.jsonl")) == Chat("a.jsonl", "und", [ROWS[0], "checked later"])
+    parquet(tmp_path / "a.parquet", {"messages": ROWS})
+    assert load_source(str(tmp_path / "a.parquet")) == Chat("a.parquet", "und", ROWS)
+    (tmp_path / "b.jsonl").write_bytes(jsonl({"messages": ROWS[0], "text": "one"}))
+    assert load_text(str(tmp_path / "b.jsonl")).documents == ["one"]
+    parquet(tmp_path / "b.parquet", {"messages": ROWS, "text": ["one", "two", "three"]})
+    assert load_text(str(tmp_path / "b.parquet")).documents == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (jsonl({"messages": ROWS[0]}, {"text": "a"}), "field 'messages' (row 2: no 'messages')"),
+        (jsonl({"messages": ROWS[0]}) + b"\n{broken", "field 'messages' (row 2: "),
+        (jsonl({"text": "a"}, {"messages": ROWS[0]}), "field 'text' (row 2: no 'text')"),
+        (b"3", "field 'text' (row 1: "),
+        (b"not json", "field 'text' (row 1: "),
+        (b"", "a.jsonl holds no documents"),
+    ],
+    ids=str,
+)
+def test_a_row_that_is_not_like_the_first_is_named(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(data)
+    with pytest.raises(TextError) as caught:
+        load_source(str(tmp_path / "a.jsonl"))
+    assert words in str(caught.value)
+
+
+def test_a_chat_without_rows_is_refused(tmp_path: Path) -> None:
+    refused(TextError, define(tmp_path, data=b"", layout="jsonl", chat=True), "text own holds no conversations")
+
+
+def test_messages_are_refused_where_plain_text_is_wanted(tmp_path: Path) -> None:
+    refused(TextError, "engineering-chat", "engineering-chat holds chat messages", "only calibration", "plain text")
+    (tmp_path / "a.jsonl").write_bytes(jsonl({"messages": ROWS[0]}))
+    refused(TextError, str(tmp_path / "a.jsonl"), "a.jsonl holds chat messages")

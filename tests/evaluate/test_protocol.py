@@ -134,3 +134,8 @@ def test_a_shipped_text_is_found_by_its_name(tokenizer: PreTrainedTokenizerFast)
     start = bytes(windows.ids.reshape(-1).tolist()).decode(errors="ignore")
     assert load_text("handbook-zh").joined.startswith(start)
     assert len(start) >= 199
+
+
+def test_chat_messages_are_no_text_to_score(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(TextError, match=r"engineering-chat holds chat messages.*give plain text"):
+        load_windows("engineering-chat", tokenizer, 1, 16)

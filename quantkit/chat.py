@@ -1,0 +1,94 @@
+"""Chat messages into text: each conversation rendered with the model's own template, in the sandbox of transformers.
+
+A conversation is a list of `{"role": ..., "content": ...}`, both text; further keys are handed to the template.
+"""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from quantkit.canonical import sha256_bytes
+from quantkit.errors import CalibrationError
+from quantkit.texts import Chat, Text
+
+# A template may write today's date, and the same source has to give the same bytes on every day: it is given this one.
+_DAY = {
+    "%Y": "2025", "%y": "25", "%m": "01", "%B": "January", "%b": "Jan", "%d": "01", "%A": "Wednesday", "%a": "Wed",
+    "%H": "12", "%M": "00", "%S": "00",
+}  # fmt: skip
+_FIXED_DAY = (
+    "{% macro strftime_now(format) %}{{ format"
+    + "".join(f"|replace('{code}', '{value}')" for code, value in _DAY.items())
+    # The environment drops the newline after a block, so that the template starts on a line of its own as before.
+    + " }}{% endmacro %}\n"
+)
+
+
+def render(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> Text:
+    """The conversations of `chat` as the model sees them, joined with nothing: a template ends its turns itself.
+
+    Conversations without messages, or of which the template writes nothing, are counted in `blank`. Raises
+    CalibrationError: the tokenizer has no template; a row is no list of messages, or a message lacks role or content;
+    the template refuses a row; nothing is left.
+    """
+    template = _template(tokenizer)
+    if "strftime_now" in template:
+        template = _FIXED_DAY + template
+    documents = [_render_row(chat.name, number, row, tokenizer, template) for number, row in enumerate(chat.rows, 1)]
+    kept = [document for document in documents if document.strip()]
+    if not kept:
+        raise CalibrationError(f"calibration text {chat.name} holds no messages", "check its file and its field")
+    return Text(chat.name, chat.language, kept, "", len(documents) - len(kept))
+
+
+def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 of the chat template in UTF-8. Raises CalibrationError where there is none."""
+    return sha256_bytes(_template(tokenizer).encode())
+
+
+def _template(tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        return str(tokenizer.get_chat_template())
+    except Exception:
+        raise CalibrationError(
+            "the tokenizer has no chat template, or several and no default",
+            "calibrate on plain text, or add the model's chat_template.jinja to the checkpoint",
+        ) from None
+
+
+def _render_row(name: str, number: int, row: object, tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """The text of one row; empty where it has no messages."""
+    try:
+        messages = _messages(row)
+    except ValueError as error:
+        raise CalibrationError(f"calibration text {name}, row {number}: {error}", "correct that row") from None
+    if not messages:
+        return ""
+    try:
+        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+    except Exception as error:  # a template is a program of the model's maker
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CalibrationError(
+            f"calibration text {name}, row {number}: the chat template refuses it ({reason})",
+            "leave out that row, or change its roles to those that the model knows",
+        ) from None
+
+
+def _messages(row: object) -> list[dict[str, Any]]:
+    """The messages of a row. Raises ValueError saying which one is wrong."""
+    if not isinstance(row, list):
+        raise ValueError(f"it holds {type(row).__name__}, not a list of messages")
+    return [_message(number, message) for number, message in enumerate(row, 1)]
+
+
+def _message(number: int, message: object) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ValueError(f"message {number} is {type(message).__name__}, not an object with role and content")
+    # In a table every message has the keys of all others, as null.
+    given = {key: value for key, value in message.items() if value is not None}
+    for key in ("role", "content"):
+        if key not in given:
+            raise ValueError(f"message {number} has no {key}")
+        if not isinstance(given[key], str):
+            raise ValueError(f"{key} of message {number} is {type(given[key]).__name__}, not text")
+    return given
