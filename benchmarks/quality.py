@@ -3,9 +3,10 @@
     python benchmarks/quality.py                    every case; about an hour on two cores
     python benchmarks/quality.py --only gptq        the cases whose label holds a word
 
-Calibration is plain encyclopaedia text, judgement is news text that calibration never saw, 40 windows of 512 tokens, in
-float32, against the float32 base of the demo, which runs once a window. Cases that are measured alone are merged into
-the committed result, each with the identity of its artifact.
+On two models. The demo's base: calibration is plain encyclopaedia text, judgement is news text that calibration never
+saw, 40 windows of 512 tokens. A small GPT-2 written down as an OPT (second_model.py): sequences of 128 tokens that it
+draws itself, other ones for calibration than for judgement. All in float32, against the float32 base, which runs once a
+window. Cases that are measured alone are merged into the committed result, each with the identity of its artifact.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -21,8 +23,9 @@ from typing import Any
 
 import torch
 from rtn_table import ROOT, rounded, say, score_all
+from second_model import drawn, second_checkpoint
 
-from quantkit.calibration import calibrate_from, load_set
+from quantkit.calibration import Calibration, calibrate_from, load_set
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.demo import base_checkpoint, load_demo
 from quantkit.evaluate.loader import load_artifact, load_checkpoint
@@ -68,21 +71,61 @@ CASES = [
 ]
 
 
+@dataclass(frozen=True)
+class Subject:
+    """A base, what calibrates it (so many samples of it), and the token ids `[windows, length]` that judge it."""
+
+    checkpoint: Checkpoint
+    calibrate: Callable[[int], Calibration]
+    ids: torch.Tensor
+    about: dict[str, Any]
+
+
+def language_model(windows: int) -> Subject:
+    checkpoint = open_checkpoint(str(base_checkpoint(load_demo(), say)))
+    tokenizer = checkpoint.tokenizer()
+    judged = load_windows("news-en", tokenizer, windows, 512)
+    about = {"calibration": "encyclopaedia, samples of 512 tokens", "protocol": judged.rules}
+    return Subject(
+        checkpoint,
+        lambda samples: calibrate_from(load_set("encyclopaedia"), tokenizer, samples, 512),
+        judged.ids,
+        about,
+    )
+
+
+def drawing_model(windows: int) -> Subject:
+    checkpoint = open_checkpoint(str(second_checkpoint()))
+    model = load_checkpoint(checkpoint, dtype=torch.float32)
+
+    def calibrate(samples: int) -> Calibration:
+        ids = drawn(model, samples, 128, seed=1)
+        return Calibration(ids, {"set": "drawn by the model, seed 1", "samples": samples, "length": 128})
+
+    about = {"calibration": "drawn by the model, samples of 128 tokens", "protocol": {"drawn": windows, "seed": 2}}
+    return Subject(checkpoint, calibrate, drawn(model, windows, 128, seed=2), about)
+
+
+SUBJECTS = {"smollm2": language_model, "microformer": drawing_model}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", help="only the cases whose label holds this; may be given again")
-    parser.add_argument("--windows", type=int, default=40, help="windows of news-en that judge (default 40)")
+    parser.add_argument("--model", choices=SUBJECTS, action="append", help="only this model")
+    parser.add_argument("--windows", type=int, default=40, help="windows that judge (default 40)")
     parser.add_argument("--no-write", action="store_true", help="print only; leave the committed result alone")
     arguments = parser.parse_args()
     labels = {case.label for case in CASES}
     cases = [case for case in CASES if not arguments.only or any(fits(word, case, labels) for word in arguments.only)]
-    result = measure(cases, arguments.windows)
-    if not arguments.no_write:
-        result = merged(result, ROOT / RESULT)
-        (ROOT / RESULT).parent.mkdir(parents=True, exist_ok=True)
-        (ROOT / RESULT).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        say(f"wrote {RESULT}")
-    print(markdown(result))
+    for name in arguments.model or SUBJECTS:
+        path = RESULT.with_stem(f"{RESULT.stem}_{name}")
+        result = measure(cases, SUBJECTS[name](arguments.windows))
+        if not arguments.no_write:
+            result = merged_rows(result, ROOT / path, [case.label for case in CASES])
+            (ROOT / path).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            say(f"wrote {path}")
+        print(markdown(result))
     return 0
 
 
@@ -92,37 +135,32 @@ def fits(word: str, case: Case, labels: set[str]) -> bool:
 
 
 @torch.no_grad()
-def measure(cases: list[Case], count: int) -> dict[str, Any]:
+def measure(cases: list[Case], subject: Subject) -> dict[str, Any]:
     """Convert every case, then score all of them beside the base."""
-    checkpoint = open_checkpoint(str(base_checkpoint(load_demo(), say)))
-    windows = load_windows("news-en", checkpoint.tokenizer(), count, 512)
+    checkpoint = subject.checkpoint
     models, made = {}, {}
     with tempfile.TemporaryDirectory(prefix="quality-") as folder:
         for case in cases:
             output = Path(folder) / "artifact"
-            made[case.label] = run(case, checkpoint, output)
+            made[case.label] = run(case, subject, output)
             models[case.label] = load_artifact(output, dtype=torch.float32)
             shutil.rmtree(output)  # the packed tensors are in memory now
-        base = load_checkpoint(checkpoint, dtype=torch.float32)
-        scores = score_all(base, models, windows.ids)
+        scores = score_all(load_checkpoint(checkpoint, dtype=torch.float32), models, subject.ids)
     return {
-        "what": "fidelity of packed artifacts to their float32 base on news text that calibration never saw",
+        "what": "fidelity of packed artifacts to their float32 base on text that calibration never saw",
         "command": "python benchmarks/quality.py",
         "base": {"name": checkpoint.name, "dtype": "float32"},
-        "protocol": windows.rules,
-        "calibration": "encyclopaedia, samples of 512 tokens",
+        **subject.about,
         "versions": {name: version(name) for name in ("quantkit", "torch", "transformers", "numpy")},
         "rows": [row(case, *made[case.label], scores[case.label]) for case in cases],
     }
 
 
-def run(case: Case, checkpoint: Checkpoint, output: Path) -> tuple[Manifest, dict[str, float]]:
+def run(case: Case, subject: Subject, output: Path) -> tuple[Manifest, dict[str, float]]:
     """Convert one case; its manifest, and the seconds that it took."""
     recipe = load_recipe(case.recipe, list(case.settings))
-    plan = make_plan(checkpoint, recipe)
-    calibration = None
-    if recipe.calibrated:
-        calibration = calibrate_from(load_set("encyclopaedia"), checkpoint.tokenizer(), case.samples, 512)
+    plan = make_plan(subject.checkpoint, recipe)
+    calibration = subject.calibrate(case.samples) if recipe.calibrated else None
     wall, cpu = time.time(), time.process_time()
     manifest = convert(plan, output, calibration=calibration).manifest
     seconds = {"wall": round(time.time() - wall, 1), "cpu": round(time.process_time() - cpu, 1)}
@@ -147,13 +185,13 @@ def row(case: Case, manifest: Manifest, seconds: dict[str, float], scores: Score
     }
 
 
-def merged(result: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The committed result with these rows put in, where it was measured by the same protocol."""
+def merged_rows(result: dict[str, Any], path: Path, labels: list[str]) -> dict[str, Any]:
+    """The committed result with these rows put in, in the order of `labels`, where it had the same protocol."""
     old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"rows": [], "protocol": None}
     if old["protocol"] != result["protocol"]:
         return result
     rows = {one["label"]: one for one in old["rows"]} | {one["label"]: one for one in result["rows"]}
-    return result | {"rows": [rows[case.label] for case in CASES if case.label in rows]}
+    return result | {"rows": [rows[label] for label in labels if label in rows]}
 
 
 def markdown(result: dict[str, Any]) -> str:

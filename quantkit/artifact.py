@@ -48,7 +48,7 @@ class WeightsWriter:
             if len(shards) == 1
             else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
         )
-        self._directory = directory
+        self.directory = directory
         self._layouts: dict[str, FileLayout] = {
             name: layout(directory / name, members) for name, members in zip(names, shards, strict=True)
         }
@@ -68,7 +68,7 @@ class WeightsWriter:
         if len(self._writers) > 1:
             total = sum(entry.nbytes for plan in self._layouts.values() for entry in plan.entries.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(self._file_of.items()))}
-            write_file(self._directory / INDEX_FILE, json.dumps(index, indent=2).encode() + b"\n")
+            write_file(self.directory / INDEX_FILE, json.dumps(index, indent=2).encode() + b"\n")
 
     def abort(self) -> None:
         for writer in self._writers.values():

@@ -68,7 +68,7 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
     Raises NumericsError naming the layer (non-finite weights or activations) and CheckpointError (a model whose blocks
     cannot be run alone).
     """
-    live = LiveModel(plan.checkpoint)
+    live = LiveModel(plan.checkpoint, scratch=sink.writer.directory)
     hidden = live.start(ids, short=_PROOF_TOKENS)
     by_module = {layer.module: layer for layer in plan.quantised}
     folding = _Folding(plan, sink, live)

@@ -5,6 +5,7 @@ block, and for each block the other arguments that the model hands it (masks, ro
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from quantkit.blocks import build_skeleton, find_blocks, map_names
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, NumericsError
 from quantkit.loading import fill_parameters
+from quantkit.spill import float_table
 from quantkit.tensorfile import TensorEntry
 
 # Tokens that run through a block at once: enough for matrix products at full speed.
@@ -25,10 +27,16 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class LiveModel:
-    """The blocks of a checkpoint, loaded and freed one by one, in float32 unless told otherwise."""
+    """The blocks of a checkpoint, loaded and freed one by one, in float32 unless told otherwise.
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> None:
+    scratch: a folder for hidden states that are too large for memory; without one they stay there.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, *, scratch: Path | None = None
+    ) -> None:
         self.checkpoint = checkpoint
+        self._scratch = scratch
         self.model: PreTrainedModel = build_skeleton(checkpoint, dtype, real_buffers=True)
         self.prefix, self.blocks = find_blocks(self.model)
         targets = map_names(self.model, list(checkpoint.entries))
@@ -59,7 +67,13 @@ class LiveModel:
         fill_parameters(self.model, self._entries.get("", {}), self.checkpoint.name)
         # Tied tables are left to the head, which does not run.
         base = getattr(self.model, self.model.base_model_prefix, self.model)
-        hidden = torch.cat([self._record(base, part) for part in batches(ids)])
+        parts = batches(ids)
+        first = self._record(base, next(parts))
+        hidden = float_table((*ids.shape, first.shape[-1]), self._scratch)
+        places = batches(hidden)
+        next(places).copy_(first)
+        for part, place in zip(parts, places, strict=True):
+            place.copy_(self._record(base, part))
         if short is not None:
             self._record(base, ids[:1, :short])
         self._free_rest()

@@ -106,7 +106,7 @@ class _Sums:
             self._filled += len(part)
 
     def _flush(self) -> None:
-        """Add the waiting rows to the sums. Of their products only tiles on and above the diagonal: the rest is alike."""
+        """Add the waiting rows to the sums; of their products only tiles on and above the diagonal."""
         rows = self._waiting[: self._filled]
         magnitude = rows.abs()
         largest = magnitude.amax(0)

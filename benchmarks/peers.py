@@ -1,0 +1,175 @@
+"""quantkit beside llm-compressor: CPU seconds and damage on one model, the same calibration tokens, in one run.
+
+    python benchmarks/peers.py                     about an hour; installs the peer into build/peer-env
+    python benchmarks/peers.py --only gptq         the pairs whose label holds a word
+    python benchmarks/peers.py --peer-python PATH  an environment that has llmcompressor already
+
+Each tool runs in its own environment, in a process of its own, one after the other. Of the peer only its `oneshot` call
+is timed, without loading and saving; of quantkit the whole command, from start to hashed artifact. Both are scored beside
+the float32 base on the windows of quality.py; the peer's is read by transformers from the files that it wrote.
+"""
+
+import argparse
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from quality import merged_rows
+from rtn_table import ROOT, rounded, say, score_all
+from transformers import AutoModelForCausalLM
+
+from quantkit.calibration import calibrate_from, load_set
+from quantkit.checkpoint import open_checkpoint
+from quantkit.demo import base_checkpoint, load_demo
+from quantkit.evaluate.loader import load_artifact, load_checkpoint
+from quantkit.evaluate.protocol import load_windows
+from quantkit.evaluate.scoring import fidelity_metrics, perplexity_metrics
+
+RESULT = Path("benchmarks/results/peers.json")
+WORKER = Path(__file__).with_name("peer_llmcompressor.py")
+PEER = "llmcompressor==0.14.0.1"
+SAMPLES, LENGTH = 32, 512
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One comparison. peer: a case of the worker; ours: a shipped recipe. share: of the peer's CPU seconds, at most."""
+
+    label: str
+    peer: str
+    ours: str
+    share: float
+
+
+PAIRS = [
+    Pair("rtn zero-point", "rtn-zp", "rtn-g64-zp", math.inf),
+    Pair("gptq symmetric", "gptq-sym", "gptq-g64", 0.5),
+    Pair("awq zero-point", "awq-zp", "awq-g64", 0.1),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="only the pairs whose label holds this")
+    parser.add_argument("--windows", type=int, default=40, help="windows of news-en that judge (default 40)")
+    parser.add_argument("--peer-python", type=Path, help="interpreter that can import llmcompressor")
+    parser.add_argument("--no-write", action="store_true", help="print only; leave the committed result alone")
+    arguments = parser.parse_args()
+    pairs = [pair for pair in PAIRS if not arguments.only or arguments.only in pair.label]
+    result = measure(pairs, arguments.peer_python or make_environment(ROOT / "build/peer-env"), arguments.windows)
+    if not arguments.no_write:
+        result = merged_rows(result, ROOT / RESULT, [f"{pair.label}, {tool}" for pair in PAIRS for tool in TOOLS])
+        (ROOT / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        say(f"wrote {RESULT}")
+    print(markdown(result))
+    missed = [pair for pair in pairs if share(result, pair) > pair.share]
+    for pair in missed:
+        say(f"{pair.label}: quantkit took {share(result, pair):.3f} of the peer's CPU s, the target is {pair.share}")
+    return 1 if missed else 0
+
+
+TOOLS = ("llm-compressor", "quantkit")
+
+
+def make_environment(path: Path) -> Path:
+    """An environment with the peer; made where there is none. torch first, or its GPU build would come."""
+    python = path / "bin/python"
+    if not (path / "made").is_file():
+        say(f"installing {PEER} into {path}")
+        subprocess.run([sys.executable, "-m", "venv", path], check=True)
+        torch_version = "torch==" + version("torch").partition("+")[0]
+        for wanted in ([torch_version], [PEER, torch_version]):
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *wanted], check=True)
+        (path / "made").touch()
+    return python
+
+
+@torch.no_grad()
+def measure(pairs: list[Pair], peer_python: Path, count: int) -> dict[str, Any]:
+    """Run both tools for every pair, then score all of them beside the base."""
+    checkpoint = open_checkpoint(str(base_checkpoint(load_demo(), say)))
+    ids = calibrate_from(load_set("encyclopaedia"), checkpoint.tokenizer(), SAMPLES, LENGTH).ids
+    windows = load_windows("news-en", checkpoint.tokenizer(), count, 512)
+    models, costs = {}, {}
+    with tempfile.TemporaryDirectory(prefix="peers-") as name:
+        folder = Path(name)
+        (folder / "tokens.json").write_text(json.dumps(ids.tolist()))
+        for pair in pairs:
+            theirs, ours = folder / pair.peer, folder / pair.ours
+            command = [peer_python, WORKER, checkpoint.directory, folder / "tokens.json", pair.peer, theirs]
+            told = json.loads(run(command)[0].splitlines()[-1])
+            costs[f"{pair.label}, llm-compressor"] = told
+            say(f"{pair.label}: llm-compressor took {told['seconds']['cpu']} CPU s")
+            settings = (f"calibration.samples={SAMPLES}", f"calibration.sequence_length={LENGTH}")
+            command = [Path(sys.executable).with_name("quantkit"), "convert", checkpoint.directory]
+            command += ["--recipe", pair.ours, "--calib", "encyclopaedia", "--output", ours]
+            command += [part for setting in settings for part in ("--set", setting)]
+            costs[f"{pair.label}, quantkit"] = run(command)[1]
+            say(f"{pair.label}: quantkit took {costs[f'{pair.label}, quantkit']['seconds']['cpu']} CPU s")
+            models[f"{pair.label}, llm-compressor"] = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
+            models[f"{pair.label}, quantkit"] = load_artifact(ours, dtype=torch.float32)
+        scores = score_all(load_checkpoint(checkpoint, dtype=torch.float32), models, windows.ids)
+    rows = []
+    for label, cost in costs.items():
+        perplexity, fidelity = perplexity_metrics(scores[label]), fidelity_metrics(scores[label])
+        rows.append({"label": label, **cost, "kl_mean": rounded(fidelity["kl_mean"]), "top1": rounded(fidelity["top1"]),
+                     "perplexity": rounded(perplexity["value"])})  # fmt: skip
+    return {
+        "what": "two tools, one base, the same calibration tokens, 4 bits in groups of 64",
+        "command": "python benchmarks/peers.py",
+        "base": {"name": checkpoint.name, "dtype": "float32"},
+        "protocol": windows.rules,
+        "calibration": f"encyclopaedia, {SAMPLES} x {LENGTH} tokens",
+        "cpus": os.cpu_count(),
+        "rows": rows,
+    }
+
+
+def run(command: list[Any]) -> tuple[str, dict[str, Any]]:
+    """Run a command; its standard output, and its wall and CPU seconds and peak memory."""
+    environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin would count as work
+    before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
+    done = subprocess.run(
+        [str(part) for part in command], env=environment, stdout=subprocess.PIPE, text=True, check=True
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done.stdout, {
+        "seconds": {"wall": round(time.time() - started, 1), "cpu": round(cpu, 1)},
+        "versions": {name: version(name) for name in ("quantkit", "torch", "transformers")},
+    }
+
+
+def share(result: dict[str, Any], pair: Pair) -> float:
+    """quantkit's CPU seconds over the peer's."""
+    theirs, ours = (row_of(result, f"{pair.label}, {tool}")["seconds"]["cpu"] for tool in TOOLS)
+    return float(ours / theirs)
+
+
+def row_of(result: dict[str, Any], label: str) -> dict[str, Any]:
+    return next(row for row in result["rows"] if row["label"] == label)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """The table of docs/quality.md."""
+    lines = ["| recipe, tool | CPU s | wall s | KL | top-1 | perplexity |", "|---|---:|---:|---:|---:|---:|"]
+    lines += [
+        f"| {row['label']} | {row['seconds']['cpu']:.0f} | {row['seconds']['wall']:.0f} | "
+        f"{row['kl_mean']['value']:.4f} | {100 * row['top1']['value']:.1f} % | {row['perplexity']['value']:.2f} |"
+        for row in result["rows"]
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
