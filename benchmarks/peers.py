@@ -5,8 +5,8 @@
     python benchmarks/peers.py --peer-python PATH  an environment that has llmcompressor already
 
 Each tool runs in its own environment, in a process of its own, one after the other. Of the peer only its `oneshot` call
-is timed, without loading and saving; of quantkit the whole command, from start to hashed artifact. Both are scored beside
-the float32 base on the windows of quality.py; the peer's is read by transformers from the files that it wrote.
+is timed, without loading and saving; of quantkit the whole command, from start to hashed artifact. Both are scored
+beside the float32 base on the windows of quality.py; the peer's is read by transformers from the files it wrote.
 """
 
 import argparse

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from quantkit.errors import NumericsError
 from quantkit.fold import TOLERANCE, apply_fold, check_closure, discover_fold_sites
 from quantkit.live import LiveModel, batches
 from quantkit.manifest import FallbackRecord, FoldRecord, OutputError
-from quantkit.passes import QUANTISERS, TRANSFORMS, Chosen
+from quantkit.passes import QUANTISERS, REFINERS, TRANSFORMS, Chosen
 from quantkit.plan import Plan, Quantised
 from quantkit.sink import Sink
 from quantkit.stats import collect
@@ -72,6 +72,7 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
     hidden = live.start(ids, short=_PROOF_TOKENS)
     by_module = {layer.module: layer for layer in plan.quantised}
     folding = _Folding(plan, sink, live)
+    refining = _Refining(plan, live, hidden, sink)
     assert plan.recipe.calibration is not None
     # Products in bfloat16, everything else in float32; sites are proved outside, in float32 throughout.
     reduced = torch.autocast("cpu", torch.bfloat16, plan.recipe.calibration.dtype == "bfloat16")
@@ -83,9 +84,14 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
         with reduced:
             stats = _statistics(block, local, name, run, hidden)
         work = _Block(name, block, local, stats)
+        with reduced:
+            refining.advance(index)
         folding.run(work, run, hidden[:1, :_PROOF_TOKENS])
         with _single_threaded():
-            _quantise(plan, work, sink)
+            chosen = _quantise(plan, work)
+        with reduced:
+            chosen = refining.run(index, work, chosen)
+        _write(plan, work, chosen, sink)
         if index + 1 < len(live.blocks):
             with reduced, _rounded_inputs(work, plan.recipe.activations is not None):
                 live.advance(index, hidden)
@@ -204,9 +210,50 @@ class _Folding:
             self._sink.fallbacks.append(FallbackRecord(layer=producer, kind="fold", detail=reason))
 
 
-def _quantise(plan: Plan, work: _Block, sink: Sink) -> None:
-    """Codes for every layer of a block, on all cores, written in model order and read back into the block."""
-    name, options = plan.recipe.steps[-1]
+class _Refining:
+    """The refiners of a recipe, at the output of each block: its target is what the source's blocks give.
+
+    hidden: what the next block of the artifact is given, `[samples, length, hidden]`; read, not changed.
+    """
+
+    def __init__(self, plan: Plan, live: LiveModel, hidden: torch.Tensor, sink: Sink) -> None:
+        self._steps = [(REFINERS[name], options) for name, options in plan.recipe.steps if name in REFINERS]
+        self._live, self._hidden, self._sink = live, hidden, sink
+        self._generator = torch.Generator().manual_seed(_SEED)
+        if self._steps:
+            self._exact = live.another(hidden)
+
+    def advance(self, index: int) -> None:
+        """Run the source's block `index`, as loaded, on the hidden states of the source."""
+        if self._steps:
+            self._live.advance(index, self._exact)
+
+    def run(self, index: int, work: _Block, chosen: dict[str, Chosen]) -> dict[str, Chosen]:
+        """Better codes for a block whose folds are done."""
+        weights = {part: work.weight(part) for part in chosen}
+        loss, count = partial(self._loss, index), len(list(batches(self._hidden)))
+        for refiner, options in self._steps:
+            tensors = {part: one.tensor for part, one in chosen.items()}
+            parsed = refiner.options.model_validate(options)
+            learned = refiner.run(weights, tensors, loss, count, self._generator, parsed)
+            chosen = {part: replace(one, tensor=learned.tensors[part]) for part, one in chosen.items()}
+        return chosen
+
+    def _loss(self, index: int, weights: dict[str, torch.Tensor], batch: int) -> torch.Tensor:
+        given, wanted = (list(batches(table))[batch] for table in (self._hidden, self._exact))
+        named = {f"{part}.weight": weight for part, weight in weights.items()}
+        return _relative_error(self._live.run(index, given, named), wanted)
+
+
+def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """Mean over tokens of the squared error relative to the token's size: norms that follow see no more than that."""
+    size = wanted.square().mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    return ((found - wanted).square() / size).mean()
+
+
+def _quantise(plan: Plan, work: _Block) -> dict[str, Chosen]:
+    """Codes for every layer of a block, on all cores."""
+    name, options = plan.recipe.quantiser
     quantiser = QUANTISERS[name]
     parsed = quantiser.options.model_validate(options)
 
@@ -226,8 +273,12 @@ def _quantise(plan: Plan, work: _Block, sink: Sink) -> None:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         # The widest first: it takes longest.
         order = sorted(teams, key=lambda team: -work.weight(team[0]).shape[1])
-        chosen = {part: one for team, found in zip(order, pool.map(choose, order), strict=True)
-                  for part, one in zip(team, found, strict=True)}  # fmt: skip
+        return {part: one for team, found in zip(order, pool.map(choose, order), strict=True)
+                for part, one in zip(team, found, strict=True)}  # fmt: skip
+
+
+def _write(plan: Plan, work: _Block, chosen: dict[str, Chosen], sink: Sink) -> None:
+    """Write the layers of a block in model order, and read them back into it."""
     passes = [step for step, _ in plan.recipe.steps]
     for part, layer in work.layers.items():
         weight = work.weight(part)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from quantkit.blocks import build_skeleton, find_blocks, map_names
@@ -104,6 +105,10 @@ class LiveModel:
         self._arguments[ids.shape[0], ids.shape[1]] = records
         return given[0]
 
+    def another(self, hidden: torch.Tensor) -> torch.Tensor:
+        """A copy of hidden states that may lie where they lie."""
+        return float_table(tuple(hidden.shape), self._scratch).copy_(hidden)
+
     def load(self, index: int) -> nn.Module:
         """Block `index` with its weights."""
         name = f"{self.prefix}.{index}"
@@ -123,11 +128,14 @@ class LiveModel:
         """Give the memory of block `index` back."""
         self.blocks[index].to("meta")
 
-    @torch.no_grad()
-    def run(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states after block `index`, of a batch `[n, length, hidden]` such as `batches` gives."""
+    def run(self, index: int, hidden: torch.Tensor, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """Hidden states after block `index`, of a batch `[n, length, hidden]` such as `batches` gives.
+
+        weights: parameters by their names in the block, in place of its own; the result is differentiable in them.
+        """
         arguments, keywords = self._arguments[hidden.shape[0], hidden.shape[1]][index]
-        output = self.blocks[index](hidden, *arguments, **keywords)
+        with torch.set_grad_enabled(weights is not None):
+            output = functional_call(self.blocks[index], weights or {}, (hidden, *arguments), keywords)
         return output[0] if isinstance(output, tuple) else output
 
     def advance(self, index: int, hidden: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Passes: thin adapters between a recipe's steps and the pure algorithms.
 
 A transform is asked, for one fold site, for scales; the pipeline folds them. A quantiser is asked, for one linear, for
-codes. Both see weights `[out, in]` in float32 and the statistics of their inputs, where the recipe calibrates.
+codes; a refiner, for a whole block, for better ones. Weights are `[out, in]` in float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from pydantic import Field
 
 from quantkit.algorithms.awq import search_scales
 from quantkit.algorithms.gptq import NotPositiveDefinite, coordinate_descent, gptq_quantize
+from quantkit.algorithms.reconstruct import Learned, Loss, learn_rounding
 from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.algorithms.search import round_to_codes, search_qparams
 from quantkit.algorithms.smoothquant import search_alpha, shared_max, smooth_scales, w8a8_error
@@ -41,6 +42,14 @@ class GptqOptions(Strict):
     act_order: Literal["none", "static"] = "static"
     scales: Literal["minmax", "searched"] = "searched"
     sweeps: Annotated[int, Field(ge=0)] = 2
+
+
+class SignroundOptions(Strict):
+    """SignRound from the quantiser's codes. steps: one a batch of samples. rate, scale_rate: see `learn_rounding`."""
+
+    steps: Annotated[int, Field(ge=1)] = 100
+    rate: Annotated[float, Field(gt=0, le=1)] = 0.01
+    scale_rate: Annotated[float, Field(ge=0, le=0.1)] = 0.0005
 
 
 class AwqOptions(Strict):
@@ -92,6 +101,14 @@ class Quantiser:
     options: type[Strict]
     run: Callable[[torch.Tensor, QuantScheme, CalibrationStats | None, Any], Chosen]
     calibrated: Callable[[Any], bool]
+
+
+@dataclass(frozen=True)
+class Refiner:
+    """A step that improves the codes of all linears of a block together; always calibrated."""
+
+    options: type[Strict]
+    run: Callable[[dict[str, torch.Tensor], dict[str, QuantizedTensor], Loss, int, torch.Generator, Any], Learned]
 
 
 @dataclass(frozen=True)
@@ -170,6 +187,17 @@ def _smoothquant(
     return Scaled(scales, options.alpha, before, w8a8_error(stats.samples, weights, scales, scheme))
 
 
+def _signround(
+    weights: dict[str, torch.Tensor],
+    tensors: dict[str, QuantizedTensor],
+    loss: Loss,
+    batches: int,
+    generator: torch.Generator,
+    options: SignroundOptions,
+) -> Learned:
+    return learn_rounding(weights, tensors, loss, batches, generator=generator, **options.model_dump())
+
+
 def shared_mean(values: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
     """Each value replaced by the mean over the inputs of its producer channel; both `[in]`."""
     size = int(channel.max()) + 1
@@ -188,5 +216,7 @@ TRANSFORMS: dict[str, Transform] = {
     "smoothquant": Transform(SmoothquantOptions, _smoothquant),
 }
 
+REFINERS: dict[str, Refiner] = {"signround": Refiner(SignroundOptions, _signround)}
+
 # Every step that a recipe may name.
-PASSES: dict[str, Quantiser | Transform] = {**QUANTISERS, **TRANSFORMS}
+PASSES: dict[str, Quantiser | Transform | Refiner] = {**QUANTISERS, **TRANSFORMS, **REFINERS}

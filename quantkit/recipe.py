@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from quantkit.canonical import sha256_json
 from quantkit.errors import RecipeError
 from quantkit.formats import FORMATS
-from quantkit.passes import PASSES, QUANTISERS, Transform
+from quantkit.passes import PASSES, QUANTISERS, REFINERS, TRANSFORMS, Quantiser
 from quantkit.schema import Strict, find_document, parse_yaml, read_yaml, validate
 from quantkit.types import QuantScheme
 
@@ -67,7 +67,7 @@ class CalibrationSpec(Strict):
 
 
 class Recipe(Strict):
-    """A whole recipe. Passes are transforms followed by exactly one quantiser."""
+    """A whole recipe. Passes are transforms, then exactly one quantiser, then refiners of its codes."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     description: str
@@ -103,7 +103,7 @@ class Recipe(Strict):
         return self
 
     @model_validator(mode="after")
-    def _passes_are_transforms_then_one_quantiser(self) -> "Recipe":
+    def _passes_are_transforms_then_one_quantiser_then_refiners(self) -> "Recipe":
         names = [name for name, _ in self.steps]
         unknown = [name for name in names if name not in PASSES]
         if unknown:
@@ -112,8 +112,15 @@ class Recipe(Strict):
         if len(quantisers) != 1:
             found = " and ".join(quantisers) if quantisers else "none"
             raise ValueError(f"passes: needs exactly one quantiser ({', '.join(sorted(QUANTISERS))}), found {found}")
-        if names[-1] not in QUANTISERS:
-            raise ValueError(f"passes: the transform {names[-1]!r} stands after the quantiser {quantisers[0]!r}")
+        before, after = names[: names.index(quantisers[0])], names[names.index(quantisers[0]) + 1 :]
+        for name in before:
+            if name in REFINERS:
+                raise ValueError(f"passes: {name!r} refines codes and stands before the quantiser {quantisers[0]!r}")
+        for name in after:
+            if name in TRANSFORMS:
+                raise ValueError(f"passes: the transform {name!r} stands after the quantiser {quantisers[0]!r}")
+        if after and self.activations is not None:
+            raise ValueError(f"passes: {after[0]!r} refines weights of float activations only")
         for name, options in self.steps:
             try:
                 PASSES[name].options.model_validate(options)
@@ -135,9 +142,14 @@ class Recipe(Strict):
         """Whether any step needs calibration data."""
         for name, options in self.steps:
             step = PASSES[name]
-            if isinstance(step, Transform) or step.calibrated(step.options.model_validate(options)):
+            if not isinstance(step, Quantiser) or step.calibrated(step.options.model_validate(options)):
                 return True
         return False
+
+    @property
+    def quantiser(self) -> tuple[str, dict[str, Any]]:
+        """The one quantiser among the passes."""
+        return next((name, options) for name, options in self.steps if name in QUANTISERS)
 
     @property
     def values(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ LEVELS: list[list[str]] = [
     ["schema", "affine", "bitpack"],
     # algorithms: tensors in, tensors out. rtn, search and smoothquant stand alone; gptq uses search; awq uses both.
     ["algorithms.rtn", "algorithms.search", "algorithms.smoothquant"],
-    ["algorithms.gptq"],
+    ["algorithms.gptq", "algorithms.reconstruct"],
     ["algorithms.awq"],
     # the source: files, structure, text, statistics
     ["tensorfile", "stats"],
