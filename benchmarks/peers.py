@@ -34,6 +34,7 @@ from quantkit.demo import base_checkpoint, load_demo
 from quantkit.evaluate.loader import load_artifact, load_checkpoint
 from quantkit.evaluate.protocol import load_windows
 from quantkit.evaluate.scoring import fidelity_metrics, perplexity_metrics
+from quantkit.recipe import load_recipe
 
 RESULT = Path("benchmarks/results/peers.json")
 WORKER = Path(__file__).with_name("peer_llmcompressor.py")
@@ -112,8 +113,9 @@ def measure(pairs: list[Pair], peer_python: Path, count: int) -> dict[str, Any]:
             say(f"{pair.label}: llm-compressor took {told['seconds']['cpu']} CPU s")
             settings = (f"calibration.samples={SAMPLES}", f"calibration.sequence_length={LENGTH}")
             command = [Path(sys.executable).with_name("quantkit"), "convert", checkpoint.directory]
-            command += ["--recipe", pair.ours, "--calib", "encyclopaedia", "--output", ours]
-            command += [part for setting in settings for part in ("--set", setting)]
+            command += ["--recipe", pair.ours, "--output", ours]
+            if load_recipe(pair.ours).calibrated:
+                command += ["--calib", "encyclopaedia", *(part for s in settings for part in ("--set", s))]
             costs[f"{pair.label}, quantkit"] = run(command)[1]
             say(f"{pair.label}: quantkit took {costs[f'{pair.label}, quantkit']['seconds']['cpu']} CPU s")
             models[f"{pair.label}, llm-compressor"] = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)

@@ -217,7 +217,7 @@ class _Refining:
     """
 
     def __init__(self, plan: Plan, live: LiveModel, hidden: torch.Tensor, sink: Sink) -> None:
-        self._steps = [(REFINERS[name], options) for name, options in plan.recipe.steps if name in REFINERS]
+        self._steps = [(name, options) for name, options in plan.recipe.steps if name in REFINERS]
         self._live, self._hidden, self._sink = live, hidden, sink
         self._generator = torch.Generator().manual_seed(_SEED)
         if self._steps:
@@ -230,13 +230,23 @@ class _Refining:
 
     def run(self, index: int, work: _Block, chosen: dict[str, Chosen]) -> dict[str, Chosen]:
         """Better codes for a block whose folds are done."""
+        if not chosen:
+            return chosen
         weights = {part: work.weight(part) for part in chosen}
         loss, count = partial(self._loss, index), len(list(batches(self._hidden)))
-        for refiner, options in self._steps:
+        for name, options in self._steps:
+            refiner = REFINERS[name]
             tensors = {part: one.tensor for part, one in chosen.items()}
             parsed = refiner.options.model_validate(options)
             learned = refiner.run(weights, tensors, loss, count, self._generator, parsed)
-            chosen = {part: replace(one, tensor=learned.tensors[part]) for part, one in chosen.items()}
+            note = (
+                f"{name}: error of the block {learned.loss_before:.4g}, after it {learned.loss_after:.4g}; "
+                f"{100 * learned.changed:.1f} % of its codes changed"
+            )
+            chosen = {
+                part: replace(one, tensor=learned.tensors[part], notes=(*one.notes, note))
+                for part, one in chosen.items()
+            }
         return chosen
 
     def _loss(self, index: int, weights: dict[str, torch.Tensor], batch: int) -> torch.Tensor:

@@ -156,6 +156,11 @@ def test_transforms_alone_have_no_quantiser_and_may_not_follow_one(tmp_path: Pat
     calibration = {"set": "default", "samples": 4, "sequence_length": 32}
     refused(tmp_path, {"passes": ["awq"], "calibration": calibration}, "found none")
     refused(tmp_path, {"passes": ["rtn", "awq"], "calibration": calibration}, "'awq' stands after the quantiser 'rtn'")
+    refused(
+        tmp_path, {"passes": ["signround", "rtn"], "calibration": calibration}, "'signround' refines codes and stands"
+    )
+    integers = {"weights": {"bits": 8, "granularity": "channel"}, "activations": {}, "calibration": calibration}
+    refused(tmp_path, integers | {"passes": ["rtn", "signround"]}, "refines weights of float activations only")
 
 
 def test_calibrated_passes_need_a_calibration_set(tmp_path: Path) -> None:
