@@ -6,7 +6,7 @@
 
 Each tool runs in its own environment, in a process of its own, one after the other. Of the peer only its `oneshot` call
 is timed, without loading and saving; of quantkit the whole command, from start to hashed artifact. Both are scored
-beside the float32 base on the windows of quality.py; the peer's is read by transformers from the files it wrote.
+beside the float32 base on the windows of quality.py, decoded from the files that the tools wrote.
 """
 
 import argparse
@@ -26,15 +26,19 @@ from typing import Any
 import torch
 from quality import merged_rows
 from rtn_table import ROOT, rounded, say, score_all
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from quantkit.affine import dequantize
 from quantkit.calibration import calibrate_from, load_set
 from quantkit.checkpoint import open_checkpoint
 from quantkit.demo import base_checkpoint, load_demo
 from quantkit.evaluate.loader import load_artifact, load_checkpoint
 from quantkit.evaluate.protocol import load_windows
 from quantkit.evaluate.scoring import fidelity_metrics, perplexity_metrics
+from quantkit.formats import FORMATS
 from quantkit.recipe import load_recipe
+from quantkit.types import QuantScheme
 
 RESULT = Path("benchmarks/results/peers.json")
 WORKER = Path(__file__).with_name("peer_llmcompressor.py")
@@ -118,7 +122,7 @@ def measure(pairs: list[Pair], peer_python: Path, count: int) -> dict[str, Any]:
                 command += ["--calib", "encyclopaedia", *(part for s in settings for part in ("--set", s))]
             costs[f"{pair.label}, quantkit"] = run(command)[1]
             say(f"{pair.label}: quantkit took {costs[f'{pair.label}, quantkit']['seconds']['cpu']} CPU s")
-            models[f"{pair.label}, llm-compressor"] = AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
+            models[f"{pair.label}, llm-compressor"] = decoded(theirs)
             models[f"{pair.label}, quantkit"] = load_artifact(ours, dtype=torch.float32)
         scores = score_all(load_checkpoint(checkpoint, dtype=torch.float32), models, windows.ids)
     rows = []
@@ -150,6 +154,26 @@ def run(command: list[Any]) -> tuple[str, dict[str, Any]]:
         "seconds": {"wall": round(time.time() - started, 1), "cpu": round(cpu, 1)},
         "versions": {name: version(name) for name in ("quantkit", "torch", "transformers")},
     }
+
+
+def decoded(folder: Path) -> PreTrainedModel:
+    """The peer's file as a dense float32 model, decoded by the book: readers disagree about its zero-points."""
+    format = FORMATS["compressed-tensors"]
+    stored = load_file(folder / "model.safetensors")
+    state = {name: tensor for name, tensor in stored.items() if not name.rpartition(".")[2].startswith("weight_")}
+    for name in [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]:
+        parts = {key.removeprefix(name + "."): value for key, value in stored.items() if key.startswith(name + ".")}
+        dtype = str(parts["weight_scale"].dtype).removeprefix("torch.")
+        scheme = QuantScheme(4, "group", 64, "weight_zero_point" not in parts, dtype)
+        state[f"{name}.weight"] = dequantize(format.unpack(parts, scheme))
+    config = AutoConfig.from_pretrained(folder)
+    del config.quantization_config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    if set(missing) - {"lm_head.weight"} or unexpected:
+        raise SystemExit(f"{folder} holds other tensors than the model: {missing} {unexpected}")
+    model.tie_weights()
+    return model
 
 
 def share(result: dict[str, Any], pair: Pair) -> float:

@@ -51,6 +51,7 @@ class Case:
 
 _MINMAX = "passes=[{gptq: {scales: minmax, sweeps: 0}}]"
 _SEARCHED = "passes=[{gptq: {sweeps: 0}}]"
+_PUBLISHED = "passes=[{awq: {scales: minmax, n_grid: 20}}, {rtn: {scales: clipped}}]"
 CASES = [
     Case("rtn g64 zp, min-max", "rtn-g64-zp", 0),
     Case("rtn g64 zp, searched", "awq-g64", 32, ("passes=[{rtn: {scales: searched}}]",)),
@@ -59,6 +60,7 @@ CASES = [
     Case("gptq-g64-zp", "gptq-g64-zp"),
     Case("gptq-g64", "gptq-g64"),
     Case("awq-g64", "awq-g64"),
+    Case("awq g64 zp, as published", "awq-g64", 32, (_PUBLISHED,)),
     Case("awq-gptq-g64, 32", "awq-gptq-g64"),
     Case("awq-gptq-g64", "awq-gptq-g64", 128),
     Case("awq-gptq-signround-g64", "awq-gptq-signround-g64", 128),

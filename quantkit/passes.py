@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field
 
-from quantkit.algorithms.awq import search_scales
+from quantkit.algorithms.awq import clip, search_clip, search_scales
 from quantkit.algorithms.gptq import NotPositiveDefinite, coordinate_descent, gptq_quantize
 from quantkit.algorithms.reconstruct import Learned, Loss, learn_rounding
 from quantkit.algorithms.rtn import rtn_quantize
@@ -25,16 +25,21 @@ _DAMP_STEPS = (1, 3, 10, 30, 100)
 
 
 class RtnOptions(Strict):
-    """Round to nearest. scales: from the range of each group, or searched on calibration data."""
+    """Round to nearest.
 
-    scales: Literal["minmax", "searched"] = "minmax"
+    scales: from the range of each group; or searched on the diagonal of H; or from a range that is clipped where that
+    lowers the output error of the group, as published with AWQ.
+    """
+
+    scales: Literal["minmax", "searched", "clipped"] = "minmax"
 
 
 class GptqOptions(Strict):
     """GPTQ.
 
-    damp: fraction of the mean diagonal added to H. act_order: columns by descending diagonal, groups static. scales: as
-    for rtn. sweeps: of coordinate descent on codes and scales afterwards, 0 for none.
+    damp: fraction of the mean diagonal added to H. act_order: columns by descending diagonal, groups static. scales:
+    from the range of each group, or searched on the diagonal of H. sweeps: of coordinate descent on codes and scales
+    afterwards, 0 for none.
     """
 
     damp: Annotated[float, Field(gt=0, le=10)] = 0.1
@@ -123,6 +128,8 @@ def _rtn(weight: torch.Tensor, scheme: QuantScheme, stats: CalibrationStats | No
     if options.scales == "minmax":
         return Chosen(rtn_quantize(weight, scheme))
     assert stats is not None
+    if options.scales == "clipped":
+        return Chosen(rtn_quantize(clip(weight, search_clip(weight, stats.hessian, scheme)), scheme))
     scales, zeros = search_qparams(weight, stats.gram.diagonal(), scheme)
     return Chosen(round_to_codes(weight, scales, zeros, scheme))
 
@@ -207,7 +214,7 @@ def shared_mean(values: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
 
 
 QUANTISERS: dict[str, Quantiser] = {
-    "rtn": Quantiser(RtnOptions, _rtn, lambda options: options.scales == "searched"),
+    "rtn": Quantiser(RtnOptions, _rtn, lambda options: options.scales != "minmax"),
     "gptq": Quantiser(GptqOptions, _gptq, lambda _: True),
 }
 

@@ -102,6 +102,16 @@ def test_transforms_without_rounding_leave_the_function_unchanged(name: str, zoo
     torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
 
 
+def test_searched_and_clipped_scales_beat_plain_ranges_where_calibrated(
+    zoo: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for scales in ("searched", "clipped"):
+        passes = f"passes=[{{rtn: {{scales: {scales}}}}}]"
+        manifest = _convert(zoo("llama"), tmp_path / scales, "awq-g64", [passes, "weights.bits=3"])
+        errors = [layer.output_error for layer in manifest.layers]
+        assert all(error is not None and error.after < error.before for error in errors)
+
+
 def test_two_runs_give_one_identity(zoo: Callable[[str], Path], tmp_path: Path) -> None:
     first = _convert(zoo("llama"), tmp_path / "a", "awq-gptq-signround-g64")
     second = _convert(zoo("llama"), tmp_path / "b", "awq-gptq-signround-g64")
