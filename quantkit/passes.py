@@ -16,7 +16,7 @@ from quantkit.algorithms.gptq import NotPositiveDefinite, coordinate_descent, gp
 from quantkit.algorithms.reconstruct import Learned, Loss, learn_rounding
 from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.algorithms.search import round_to_codes, search_qparams
-from quantkit.algorithms.smoothquant import search_alpha, shared_max, smooth_scales, w8a8_error
+from quantkit.algorithms.smoothquant import W8A8Error, search_alpha, shared_max, smooth_scales
 from quantkit.schema import Strict
 from quantkit.types import CalibrationStats, QuantizedTensor, QuantScheme
 
@@ -190,8 +190,8 @@ def _smoothquant(
         return Scaled(found.scales, -1.0 if found.alpha is None else found.alpha, found.error_before, found.error_after)
     weight_absmax = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
     scales = smooth_scales(shared_max(stats.absmax, channel), shared_max(weight_absmax, channel), options.alpha)
-    before = w8a8_error(stats.samples, weights, torch.ones_like(scales), scheme)
-    return Scaled(scales, options.alpha, before, w8a8_error(stats.samples, weights, scales, scheme))
+    error_of = W8A8Error(stats.samples, weights, scheme)
+    return Scaled(scales, options.alpha, error_of(torch.ones_like(scales)), error_of(scales))
 
 
 def _signround(

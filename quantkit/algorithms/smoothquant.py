@@ -22,7 +22,7 @@ _INT8_CHANNEL = QuantScheme(bits=8, granularity="channel")
 @dataclass(frozen=True)
 class SmoothResult:
     """scales float32 `[in]`: divide activations, multiply weight columns. alpha: the exponent chosen, None where
-    nothing beat the unsmoothed layer (scales are then all one). Errors: squared output error on the samples."""
+    nothing beat the unsmoothed layer (scales are then all one). Errors: relative output error on the samples."""
 
     scales: torch.Tensor
     alpha: float | None
@@ -66,8 +66,8 @@ def search_alpha(
 ) -> SmoothResult:
     """The alpha out of `0, 1/n_grid .. 1` with the least W8A8 output error on samples, or none.
 
-    activations: float samples `[tokens, in]`; weights: all consumers, `[out_i, in]`. The error is `|X W^T - Xq Wq^T|^2`
-    summed over consumers, with each token rounded to symmetric int8 on its own scale and weights by `scheme` (min-max).
+    activations: float samples `[tokens, in]`; weights: all consumers, `[out_i, in]`. The error is that of `W8A8Error`,
+    with each token rounded to symmetric int8 on its own scale and weights by `scheme` (min-max).
     act_absmax `[in]`: maxima over the whole calibration set, where the samples are fewer; by default theirs.
     channel `[in]`: the producer channel of each input, where several inputs share one and so must share a scale.
 
@@ -80,11 +80,12 @@ def search_alpha(
     weight_maxima = shared_max(torch.stack([weight.float().abs().amax(0) for weight in weights]).amax(0), channel)
     # Alpha 0 of equation 4 is not "no smoothing" but equal weight ranges; no smoothing is a candidate of its own.
     none = torch.ones_like(maxima, dtype=torch.float32)
-    before = w8a8_error(samples, weights, none, scheme)
+    error_of = W8A8Error(samples, weights, scheme)
+    before = error_of(none)
     best = SmoothResult(none, None, before, before)
     for step in range(n_grid + 1):
         scales = smooth_scales(maxima, weight_maxima, step / n_grid)
-        error = w8a8_error(samples, weights, scales, scheme)
+        error = error_of(scales)
         if error < best.error_after:
             best = SmoothResult(scales, step / n_grid, before, error)
     return best
@@ -115,15 +116,26 @@ def shared_max(values: torch.Tensor, channel: torch.Tensor | None) -> torch.Tens
     return largest[channel]
 
 
-def w8a8_error(
-    samples: torch.Tensor, weights: Sequence[torch.Tensor], scales: torch.Tensor, scheme: QuantScheme = _INT8_CHANNEL
-) -> float:
-    """Squared output error of all consumers, `|X W^T - Xq Wq^T|^2`, both sides rounded after smoothing by `scales`."""
-    rounded = fake_quantize_tokens(samples / scales)
-    total = 0.0
-    for weight in weights:
-        scaled = weight.float() * scales
-        codes = quantize(scaled, *choose_qparams(scaled, scheme), scheme)
-        difference = samples @ weight.float().T - rounded @ dequantize(codes).T
-        total += difference.square().sum(dtype=torch.float64).item()
-    return total
+class W8A8Error:
+    """The error of W8A8 on samples, as a function of the scales; the exact outputs are computed once.
+
+    samples `[tokens, in]`; weights: all consumers, `[out_i, in]`. A token counts by its error relative to its own
+    output: a few tokens may be thousands of times as large as the rest, and would decide alone.
+    """
+
+    def __init__(self, samples: torch.Tensor, weights: Sequence[torch.Tensor], scheme: QuantScheme) -> None:
+        self._samples, self._scheme = samples, scheme
+        self._weights = [weight.float() for weight in weights]
+        self._exact = [samples @ weight.T for weight in self._weights]
+        sizes = sum(exact.square().sum(1, dtype=torch.float64) for exact in self._exact)
+        self._sizes = torch.as_tensor(sizes).clamp(min=torch.finfo(torch.float64).tiny)
+
+    def __call__(self, scales: torch.Tensor) -> float:
+        """Mean over tokens of `|x W^T - xq Wq^T|^2 / |x W^T|^2`, both sides rounded after smoothing by `scales`."""
+        rounded = fake_quantize_tokens(self._samples / scales)
+        errors = torch.zeros_like(self._sizes)
+        for weight, exact in zip(self._weights, self._exact, strict=True):
+            scaled = weight * scales
+            codes = quantize(scaled, *choose_qparams(scaled, self._scheme), self._scheme)
+            errors += (exact - rounded @ dequantize(codes).T).square_().sum(1, dtype=torch.float64)
+        return (errors / self._sizes).mean().item()

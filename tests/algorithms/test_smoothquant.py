@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from quantkit.algorithms.smoothquant import fake_quantize_tokens, search_alpha, smooth_scales
+from quantkit.algorithms.smoothquant import W8A8Error, fake_quantize_tokens, search_alpha, smooth_scales
 from quantkit.errors import NumericsError
+from quantkit.types import QuantScheme
 from tests.oracles import smoothquant as oracle
 
 
@@ -80,6 +81,35 @@ def test_never_worse_than_unsmoothed() -> None:
         assert found.alpha is not None or (found.scales == 1).all()
         if not seed % 2:
             assert found.error_after < found.error_before / 4
+
+
+def test_one_huge_token_does_not_decide_alone() -> None:
+    """Its error is large in itself and small beside its output; smoothing for it would hurt all others."""
+    samples, weights = site(5, outlier=1)
+    with_huge = samples.clone()
+    with_huge[0, 5] = 1e5
+    found = search_alpha(with_huge, weights, n_grid=5)
+    error_of = W8A8Error(samples[1:], weights, QuantScheme(8, "channel"))
+    act, wide = with_huge.abs().amax(0), torch.cat(weights).abs().amax(0)
+    errors = [error_of(torch.ones(24)), *(error_of(smooth_scales(act, wide, step / 5)) for step in range(6))]
+    assert error_of(found.scales) == min(errors)
+
+
+def test_a_channel_of_2000_times_the_rest_needs_a_scale_for_each_token_or_smoothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    samples, weight = torch.randn(64, 96, generator=generator), torch.randn(48, 96, generator=generator)
+    samples[0, 5] *= 2000  # in one token only, as real models have it
+    exact, step = samples @ weight.T, samples.abs().max() / 127
+    static = (samples / step).round() * step @ weight.T
+
+    def error(found: torch.Tensor) -> float:
+        return ((found - exact).square().sum(1) / exact.square().sum(1)).mean().item()
+
+    scales = smooth_scales(samples.abs().amax(0), weight.abs().amax(0), 0.8)
+    smoothed = fake_quantize_tokens(samples / scales) @ (weight * scales).T
+    assert error(static) > 0.5
+    assert error(fake_quantize_tokens(samples) @ weight.T) < 0.001
+    assert error(smoothed) < error(static) / 10
 
 
 def test_unsmoothed_layers_are_kept_where_nothing_helps() -> None:

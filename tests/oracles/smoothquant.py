@@ -21,10 +21,16 @@ def round_int8(row: torch.Tensor, half_scale: bool) -> torch.Tensor:
 
 
 def output_error(samples: torch.Tensor, weights: list[torch.Tensor], scales: list[float]) -> float:
+    """Squared error of a token's outputs over their own square, averaged over tokens."""
     factor = torch.tensor(scales, dtype=torch.float64)
-    tokens = torch.stack([round_int8(row / factor, False) for row in samples.double()])
     total = 0.0
-    for weight in weights:
-        for row in weight.double():
-            total += float((samples.double() @ row - tokens @ round_int8(row * factor, True)).square().sum())
-    return total
+    for sample in samples.double():
+        token = round_int8(sample / factor, False)
+        error = size = 0.0
+        for weight in weights:
+            for row in weight.double():
+                exact = float(sample @ row)
+                error += (exact - float(token @ round_int8(row * factor, True))) ** 2
+                size += exact**2
+        total += error / size
+    return total / len(samples)
