@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doc_tables import put_table
 from rtn_table import ROOT, say
 
 from quantkit.affine import choose_qparams, dequantize, quantize
@@ -47,7 +48,8 @@ def main() -> int:
     }
     if not arguments.no_write:
         (ROOT / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        say(f"wrote {RESULT}")
+        put_table("docs/quality.md", "outlier", markdown(rows))
+        say(f"wrote {RESULT} and docs/quality.md")
     print(markdown(rows))
     return 0
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doc_tables import put_table
 from quality import merged_rows
 from rtn_table import ROOT, rounded, say, score_all
 from safetensors.torch import load_file
@@ -75,7 +76,8 @@ def main() -> int:
     if not arguments.no_write:
         result = merged_rows(result, ROOT / RESULT, [f"{pair.label}, {tool}" for pair in PAIRS for tool in TOOLS])
         (ROOT / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        say(f"wrote {RESULT}")
+        put_table("docs/quality.md", "peers", markdown(result))
+        say(f"wrote {RESULT} and docs/quality.md")
     print(markdown(result))
     missed = [pair for pair in pairs if share(result, pair) > pair.share]
     for pair in missed:

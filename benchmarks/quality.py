@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from doc_tables import put_table
 from rtn_table import ROOT, rounded, say, score_all
 from second_model import drawn, second_checkpoint
 
@@ -130,7 +131,8 @@ def main() -> int:
         if not arguments.no_write:
             result = merged_rows(result, ROOT / path, [case.label for case in CASES])
             (ROOT / path).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-            say(f"wrote {path}")
+            put_table("docs/quality.md", f"quality {name}", markdown(result))
+            say(f"wrote {path} and docs/quality.md")
         print(markdown(result))
     return 0
 

@@ -1,0 +1,15 @@
+"""Tables of measured figures in docs/, each between two markers that name it: `<!-- name -->` and `<!-- /name -->`."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def put_table(document: str, name: str, table: str) -> None:
+    """Replace what stands between the markers `name` of a document. Raises ValueError where it has no such markers."""
+    path = ROOT / document
+    before, opening, rest = path.read_text(encoding="utf-8").partition(f"<!-- {name} -->\n")
+    _, closing, after = rest.partition(f"<!-- /{name} -->")
+    if not opening or not closing:
+        raise ValueError(f"{document} has no table named {name}")
+    path.write_text(f"{before}{opening}{table}\n{closing}{after}", encoding="utf-8")
