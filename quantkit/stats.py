@@ -1,6 +1,7 @@
 """Calibration statistics of one live block: gathered by hooks while samples run, one set for each shared input."""
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,10 @@ _KEPT_TOKENS = 512
 _PRODUCT_ROWS = 2048
 # The Gram matrix is symmetric: of its square tiles of this width, those below the diagonal are not computed.
 _TILE = 256
+
+
+class _AllRead(Exception):  # noqa: N818 - what happened, not an error
+    """Every linear has read its input: what the block still computes is of no use here."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +40,8 @@ def collect(
 ) -> list[SharedInput]:
     """Run `samples` through the block and sum what its linears `names` read.
 
-    Linears whose input is one tensor share one set of sums. Samples hold no padding, so every token counts. Raises
-    NumericsError naming the linear whose input is not finite.
+    Linears whose input is one tensor share one set of sums. Samples hold no padding, so every token counts. A run ends
+    where all linears have read their input. Raises NumericsError naming the linear whose input is not finite.
     """
     modules = {name: module for name, module in linears_of(block).items() if name in set(names)}
     leader_of: dict[str, str] = {}
@@ -44,6 +49,9 @@ def collect(
     # Of one run: which linear read a tensor first, and the tensors, so that none takes another's place in memory.
     seen: dict[tuple[int, tuple[int, ...]], str] = {}
     alive: list[torch.Tensor] = []
+    # The calls of one run; whether a run before called every linear, each once, so that none comes after the last.
+    calls: list[str] = []
+    simple = False
 
     def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG001
@@ -55,15 +63,20 @@ def collect(
                     sums[name] = _Sums(name, value.shape[-1])
             if leader_of[name] == name:
                 sums[name].add(value.reshape(-1, value.shape[-1]))
+            calls.append(name)
+            if simple and len(calls) == len(modules):
+                raise _AllRead
 
         return hook
 
     handles = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
     try:
         for sample in samples:
-            run(sample)
-            seen.clear()
-            alive.clear()
+            with suppress(_AllRead):
+                run(sample)
+            simple = sorted(calls) == sorted(modules)
+            for record in (seen, alive, calls):
+                record.clear()
     finally:
         for handle in handles:
             handle.remove()

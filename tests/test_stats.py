@@ -106,6 +106,20 @@ def test_a_linear_that_only_a_later_sample_reaches_is_counted() -> None:
     assert {part.names: part.stats.tokens for part in shared} == {("other",): 7, ("gate", "up"): 14}
 
 
+def test_a_run_ends_where_all_linears_have_read(block: _Block) -> None:
+    finished: list[bool] = []
+    handle = block.out.register_forward_hook(lambda *_: finished.append(True))
+    _collect(block, _samples(5))
+    handle.remove()
+    assert len(finished) == 1  # the first run shows that each linear is called once
+    assert not block.out._forward_pre_hooks
+
+
+def test_a_linear_that_is_called_twice_reads_twice(block: _Block) -> None:
+    shared = collect(block, ["left", "right", "out"], lambda x: block(block(x)), _samples(3))
+    assert {part.stats.tokens for part in shared} == {42}
+
+
 def test_one_non_finite_sample_is_an_error_that_names_the_linear(block: _Block) -> None:
     samples = _samples(3)
     samples[1][0, 2, 3] = float("nan")

@@ -21,6 +21,8 @@ from quantkit.types import QuantizedTensor, QuantScheme
 
 ActOrder = Literal["none", "static"]
 
+# Errors that differ by less, relatively, are the same: they are found in two ways, in float32.
+_SAME = 1e-5
 # Columns that pass their changes on one at a time; to all others they go as one product.
 _INNER_COLUMNS = 32
 
@@ -78,18 +80,18 @@ def gptq_quantize(
         scales, zeros = choose_qparams(weight, scheme)
     damped, damping, dead = damp_hessian(hessian, weight.shape[1], damp)
     order = _column_order(damped, act_order)
-    factor = inverse_factor(damped[order][:, order])
+    factor = upper_factor(damped[order][:, order])
     nearest = round_to_codes(weight, scales, zeros, scheme)
     columns = weight.float().T[order].contiguous()
     steps = _Steps.of(nearest, order)
     codes = torch.empty_like(nearest.codes.T)
-    codes[order] = _round_columns(columns, factor, steps, block_size)
+    codes[order], after = _round_columns(columns, factor, steps, block_size)
     chosen = replace(nearest, codes=codes.T.contiguous())
 
     deltas = [weight.float() - dequantize(tensor) for tensor in (nearest, chosen)]
-    before, after = (row_errors(delta, damped) for delta in deltas)
+    before = row_errors(deltas[0], damped)
     # Judged with the damped H. The undamped error is then no larger either: nearest codes have the least added term.
-    worse = after >= before
+    worse = after >= before * (1 - _SAME)
     chosen.codes[worse] = nearest.codes[worse]
     deltas[1][worse], after[worse] = deltas[0][worse], before[worse]
     # The undamped error: damping is a diagonal, and what it added to each row is cheap to take off again.
@@ -165,28 +167,28 @@ def damp_hessian(hessian: torch.Tensor, columns: int, damp: float) -> tuple[torc
     return damped, damping, dead
 
 
-def inverse_factor(hessian: torch.Tensor) -> torch.Tensor:
-    """Upper triangular U with `U^T U = H^-1`, float32: the "Cholesky form" of section 3.3, step 3.
+def upper_factor(hessian: torch.Tensor) -> torch.Tensor:
+    """Upper triangular R with `R R^T = H`, float32 `[in, in]`.
 
-    H read from its last row up factorises as `R R^T` with R upper triangular, and then U = R^-1: one factorisation and
-    one triangular inverse instead of the usual factorise, invert, factorise, and of a condition number only the root.
-    In float64, for channels 2000 times the median square to ratios that float32 cannot hold.
+    The paper's "Cholesky form" (section 3.3, step 3) wants U with `U^T U = H^-1`, which is R^-1. R itself does as well
+    and needs no inverse: `e H e^T = |e R|^2`, whose j-th term holds only the errors of the columns up to j, so each
+    column in turn can make its own term small (Chen et al. 2025, "The geometry of LLM quantization: GPTQ as Babai's
+    nearest plane algorithm"). In float64, for channels 2000 times the median square to ratios that float32 cannot hold.
 
     Callers should run this, and the column loops of this file, on one thread: where another process holds a core, each
     of their many small products waits milliseconds for it (1536 wide: 4.65 s on two threads, 0.11 s on one).
     """
+    # Read from its last row up, H has the usual lower factor.
     lower, info = torch.linalg.cholesky_ex(hessian.double().flip(0, 1))
     upper = lower.flip(0, 1)
-    # The Gram matrix was summed in float32: a pivot of that size is rounding, not information, and would give an
-    # inverse of pure noise.
+    # The Gram matrix was summed in float32: a pivot of that size is rounding, not information.
     noise = 2 * torch.finfo(torch.float32).eps * hessian.diagonal().double()
     if info.item() or not (upper.diagonal().square() > noise).all():
         raise NotPositiveDefinite(
             "the damped Hessian is not positive definite (too few or repeated calibration tokens for this width)",
             "raise damp, or calibrate with more text",
         )
-    identity = torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
-    return torch.linalg.solve_triangular(upper, identity, upper=True).float()
+    return upper.float()
 
 
 @dataclass
@@ -228,26 +230,36 @@ def _column_order(hessian: torch.Tensor, act_order: ActOrder) -> torch.Tensor:
     raise ValueError(f"act_order must be 'none' or 'static', not {act_order!r}")
 
 
-def _round_columns(columns: torch.Tensor, factor: torch.Tensor, steps: _Steps, block_size: int) -> torch.Tensor:
-    """The loop of Algorithm 1 over `columns` `[in, out]` (W transposed; overwritten). Returns codes `[in, out]`."""
-    width = len(columns)
+def _round_columns(
+    columns: torch.Tensor, factor: torch.Tensor, steps: _Steps, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loop of Algorithm 1 over `columns` `[in, out]` (W transposed), with `factor` from `upper_factor`.
+
+    Returns codes `[in, out]`, and for each row of W the error `|e R|^2` that they leave, float64 `[out]`.
+    """
     codes = torch.empty(columns.shape, dtype=torch.uint8, device=columns.device)
+    left = torch.zeros(columns.shape[1], dtype=torch.float64, device=columns.device)
+    # What the columns done so far add to the term of each later one: `sum over i < j of e_i R_ij`.
+    carried = torch.zeros_like(columns)
     groups, pivots = steps.groups.tolist(), factor.diagonal().tolist()
-    for start in range(0, width, block_size):
-        end = min(start + block_size, width)
+    for start in range(0, len(columns), block_size):
+        end = min(start + block_size, len(columns))
         errors = torch.empty_like(columns[start:end])
         # Blocks inside the block: a column reaches few others one by one, the rest as one product.
         for first in range(start, end, _INNER_COLUMNS):
             last = min(first + _INNER_COLUMNS, end)
             for i in range(first, last):
-                scale, zero, column = steps.scales[groups[i]], steps.zeros[groups[i]], columns[i]
-                code = torch.round(column / scale).add_(zero).clamp_(0, steps.top)
+                scale, zero = steps.scales[groups[i]], steps.zeros[groups[i]]
+                wanted = torch.add(columns[i], carried[i], alpha=1 / pivots[i])
+                code = wanted.div_(scale).round_().add_(zero).clamp_(0, steps.top)
                 codes[i] = code
-                error = torch.sub(column, code.sub_(zero).mul_(scale), out=errors[i - start]).div_(pivots[i])
-                columns[i + 1 : last].addr_(factor[i, i + 1 : last], error, alpha=-1)
-            columns[last:end].addmm_(factor[first:last, last:end].T, errors[first - start : last - start], alpha=-1)
-        columns[end:].addmm_(factor[start:end, end:].T, errors, alpha=-1)
-    return codes
+                error = torch.sub(columns[i], code.sub_(zero).mul_(scale), out=errors[i - start])
+                carried[i].add_(error, alpha=pivots[i])
+                carried[i + 1 : last].addr_(factor[i, i + 1 : last], error)
+            carried[last:end].addmm_(factor[first:last, last:end].T, errors[first - start : last - start])
+        carried[end:].addmm_(factor[start:end, end:].T, errors)
+        left += carried[start:end].square().sum(0, dtype=torch.float64)
+    return codes, left
 
 
 def _descend_codes(
