@@ -25,11 +25,12 @@ import torch
 from doc_tables import put_table
 from rtn_table import ROOT, rounded, say, score_all
 from second_model import drawn, second_checkpoint
+from transformers import PreTrainedModel
 
 from quantkit.calibration import Calibration, calibrate_from, load_set
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.demo import base_checkpoint, load_demo
-from quantkit.evaluate.loader import load_artifact, load_checkpoint
+from quantkit.evaluate.loader import PackedLinear, load_artifact, load_checkpoint
 from quantkit.evaluate.protocol import load_windows
 from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics
 from quantkit.manifest import Manifest
@@ -151,7 +152,7 @@ def measure(cases: list[Case], subject: Subject) -> dict[str, Any]:
         for case in cases:
             output = Path(folder) / "artifact"
             made[case.label] = run(case, subject, output)
-            models[case.label] = load_artifact(output, dtype=torch.float32)
+            models[case.label] = decoded_once(load_artifact(output, dtype=torch.float32))
             shutil.rmtree(output)  # the packed tensors are in memory now
         scores = score_all(load_checkpoint(checkpoint, dtype=torch.float32), models, subject.ids)
     return {
@@ -174,6 +175,16 @@ def run(case: Case, subject: Subject, output: Path) -> tuple[Manifest, dict[str,
     seconds = {"wall": round(time.time() - wall, 1), "cpu": round(time.process_time() - cpu, 1)}
     say(f"{case.label}: converted in {seconds['wall']} s wall, {seconds['cpu']} s CPU")
     return manifest, seconds
+
+
+def decoded_once(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with its packed linears dense: the same numbers, not unpacked again for every window."""
+    for name, module in list(model.named_modules()):
+        if type(module) is PackedLinear:
+            dense = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            dense.weight, dense.bias = torch.nn.Parameter(module.weight, requires_grad=False), module.bias
+            model.set_submodule(name, dense)
+    return model
 
 
 def row(case: Case, manifest: Manifest, seconds: dict[str, float], scores: Scores) -> dict[str, Any]:
