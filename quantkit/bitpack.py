@@ -51,7 +51,18 @@ def unpack_int32(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
         merged = _merged_units(packed[part], units, unit * bits // 8)
         for k in range(unit):
             codes[part, :, k] = (merged >> (bits * k)) & ((1 << bits) - 1)
-    return codes.reshape(rows, -1)[:, :count].contiguous()
+    return codes.reshape(rows, units * unit)[:, :count].contiguous()
+
+
+def unpack_columns(packed: torch.Tensor, bits: int, columns: torch.Tensor) -> torch.Tensor:
+    """The codes at `columns` (int64 `[n]`) of each row of int32 `[rows, words]`, as uint8 `[rows, n]`.
+
+    A code lies in one word or straddles two, so two are read for each.
+    """
+    first, shift = columns * bits // 32, columns * bits % 32
+    last = (columns * bits + bits - 1) // 32
+    low, high = (packed.index_select(1, words).to(torch.int64) & 0xFFFFFFFF for words in (first, last))
+    return ((((high << 32) | low) >> shift) & ((1 << bits) - 1)).to(torch.uint8)
 
 
 def _merged_units(packed: torch.Tensor, units: int, size: int) -> torch.Tensor:

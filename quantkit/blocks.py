@@ -115,6 +115,11 @@ def _expert_count(module: nn.Module) -> int:
     return stacked.pop() if len(stacked) == 1 else 0
 
 
+def is_lookup(module: nn.Embedding) -> bool:
+    """Whether an embedding looks rows up and does nothing else: no scaling, offset or renormalising."""
+    return type(module).forward is nn.Embedding.forward and module.max_norm is None
+
+
 def unquantisable_reason(model: nn.Module, parameter: str) -> str | None:
     """Why a matrix of the decoder blocks cannot be quantised yet; None for a parameter that is not such a matrix."""
     module_name, _, leaf = parameter.rpartition(".")

@@ -293,15 +293,15 @@ def _write(plan: Plan, work: _Block, chosen: dict[str, Chosen], sink: Sink) -> N
     for part, layer in work.layers.items():
         weight = work.weight(part)
         stats = work.stats[part]
-        stored = dequantize(chosen[part].tensor)
+        rounded = dequantize(chosen[part].tensor)
         size = work.size[part] or 1.0
         error = OutputError(
-            before=_digits(work.before[part] / size), after=_digits(_squared(weight - stored, stats) / size)
+            before=_digits(work.before[part] / size), after=_digits(_squared(weight - rounded, stats) / size)
         )
-        read_back = sink.layer(layer, weight, chosen[part], passes, error, stats.tokens)
+        stored = sink.layer(layer, weight, chosen[part], passes, error, stats.tokens)
         if (raised := chosen[part].raised) is not None:
             sink.fallbacks.append(FallbackRecord(layer=layer.name, kind="damping", detail=raised))
-        weight.copy_(dequantize(read_back))
+        weight.copy_(dequantize(plan.format.unpack(stored, layer.scheme)))
 
 
 def _teams(work: _Block) -> list[list[str]]:

@@ -74,7 +74,7 @@ class OutputError(Strict):
 
 
 class LayerRecord(Strict):
-    """One quantised linear.
+    """One quantised linear, or embedding: its shape is vocabulary and width.
 
     error: against the weight that was rounded, after folds. output_error, tokens, damping: of calibrated passes, else
     null. bytes: all its tensors on disk. fallback: what differs from the recipe, or null.

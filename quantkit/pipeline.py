@@ -115,7 +115,8 @@ def _write_rest(plan: Plan, sink: Sink) -> None:
         if isinstance(item, Quantised):
             weight = read_tensor(entry)
             sink.layer(item, weight, _round(item, weight), ["rtn"])
-            if plan.recipe.calibrated:
+            # An embedding has no inputs that calibration could weigh: rounding it to nearest is what was asked for.
+            if plan.recipe.calibrated and not item.embedding:
                 detail = "rounded to nearest: it stands outside the decoder blocks, where calibration does not reach"
                 sink.fallbacks.append(FallbackRecord(layer=item.name, kind="quantiser", detail=detail))
         elif isinstance(item, Kept):
@@ -158,8 +159,8 @@ def _check_copy(dropped: Dropped) -> None:
 def _write_config(plan: Plan, directory: Path) -> None:
     values = config_values(plan.checkpoint.directory)
     if plan.quantised:
-        format = plan.format
-        values["quantization_config"] = format.config(plan.stored_layers, plan.dense_linears, plan.dense_experts)
+        dense = plan.dense_linears + plan.dense_embeddings
+        values["quantization_config"] = plan.format.config(plan.stored_layers, dense, plan.dense_experts)
     write_file(directory / "config.json", json.dumps(values, indent=2).encode() + b"\n")
 
 
@@ -226,8 +227,7 @@ def _manifest(
 def totals(plan: Plan, directory: Path | None = None) -> Totals:
     """Sizes of a plan; with `directory`, the weight bytes are those of the files on disk."""
     quantised = sum(layer.entry.numel for layer in plan.quantised)
-    format = plan.format
-    stored = sum(s.nbytes for layer in plan.quantised for s in format.spec(layer.name, layer.shape, layer.scheme))
+    stored = sum(spec.nbytes for layer in plan.quantised for spec in plan.layer_specs(layer))
     nominal = sum(layer.scheme.nominal_bits(layer.shape[1]) * layer.entry.numel for layer in plan.quantised)
     files = [] if directory is None else [path.stat().st_size for path in directory.glob("*.safetensors")]
     weight_bytes = sum(files) if files else plan.output_bytes

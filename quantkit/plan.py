@@ -5,12 +5,14 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from quantkit.blocks import (
     block_linears,
     build_skeleton,
     find_blocks,
+    is_lookup,
     map_names,
     router_names,
     shared_inputs,
@@ -30,18 +32,27 @@ _OVERHEAD = 1 << 27
 
 @dataclass(frozen=True)
 class Quantised:
-    """A weight that becomes codes. name: module on disk; module: that in the model; fallback: what differs, or None."""
+    """A weight that becomes codes. name: module on disk; module: that in the model; fallback: what differs, or None.
+
+    embedding: whether it is a table that token ids look up, instead of a linear.
+    """
 
     entry: TensorEntry
     name: str
     module: str
     scheme: QuantScheme
     fallback: str | None
+    embedding: bool = False
 
     @property
     def shape(self) -> tuple[int, int]:
         rows, columns = self.entry.shape
         return rows, columns
+
+    @property
+    def outside(self) -> bool:
+        """Whether it stands outside the decoder blocks, where calibration does not reach."""
+        return _block_of(self.module) == self.module
 
 
 @dataclass(frozen=True)
@@ -73,17 +84,26 @@ class Plan:
     fallbacks: list[FallbackRecord]
     notes: list[str]
     dense_linears: list[str]
+    dense_embeddings: list[str]
     dense_experts: list[str]
     parameters: int
     specs: list[TensorSpec] = field(default_factory=list)
 
     @property
     def stored_layers(self) -> list[StoredLayer]:
-        return [StoredLayer(layer.name, layer.module, layer.scheme) for layer in self.quantised]
+        return [StoredLayer(layer.name, layer.module, layer.scheme, layer.embedding) for layer in self.quantised]
 
     @property
     def format(self) -> Format:
         return format_of(self.recipe.format, self.recipe.activations is not None)
+
+    def layer_format(self, layer: Quantised) -> Format:
+        """The format in which one layer is stored."""
+        return self.format.for_embedding(layer.scheme) if layer.embedding else self.format
+
+    def layer_specs(self, layer: Quantised) -> list[TensorSpec]:
+        """The tensors that one layer becomes."""
+        return self.layer_format(layer).spec(layer.name, layer.shape, layer.scheme)
 
     @property
     def readers(self) -> dict[str, str]:
@@ -99,32 +119,35 @@ class Plan:
 
         Data-free: the largest tensor, its codes and its packed form. Calibrated: the largest block in float32 twice
         (its weights and what replaces them), a float64 Gram matrix for each of its inputs, the hidden states, and at
-        the start the embedding.
+        the start the embedding; or, at the end, what is rounded outside the blocks, as if data-free.
         """
         largest = max((layer.entry for layer in self.quantised), key=lambda entry: entry.nbytes, default=None)
         if largest is None:
             return 0
         spec = self.recipe.calibration
         if spec is None or not self.recipe.calibrated:
-            return largest.nbytes + 2 * largest.numel + _OVERHEAD
+            return _rounding_bytes(largest) + _OVERHEAD
         weights: Counter[str] = Counter()
         inputs: dict[str, set[tuple[str, int]]] = defaultdict(set)
         for layer in self.quantised:
+            if layer.outside:
+                continue
             block = _block_of(layer.module)
             weights[block] += layer.entry.numel
             inputs[block].add((layer.module.rpartition(".")[0], layer.shape[1]))
-        grams = max(sum(8 * width * width for _, width in found) for found in inputs.values())
+        grams = max((sum(8 * width * width for _, width in found) for found in inputs.values()), default=0)
         table = max((kept.entry.numel for kept in self.kept), default=0)
+        rounded = max((_rounding_bytes(layer.entry) for layer in self.quantised if layer.outside), default=0)
         width = min(layer.shape[1] for layer in self.quantised)
         hidden = 4 * spec.samples * spec.sequence_length * width
-        return max(8 * max(weights.values()) + 2 * grams, 4 * table) + hidden + _OVERHEAD
+        return max(8 * max(weights.values(), default=0) + 2 * grams, 4 * table, rounded) + hidden + _OVERHEAD
 
 
 def make_plan(checkpoint: Checkpoint, recipe: Recipe) -> Plan:
     """Decide for every tensor: quantised, kept, or dropped as a copy of a tied one.
 
     Raises CheckpointError (a tensor that the model does not know, or lacks; already quantised) and RecipeError (a group
-    size that does not divide, an override that fits nothing, fused siblings with different schemes).
+    size that does not divide, an override that fits nothing or a tied table, fused siblings with different schemes).
     """
     _refuse_quantised(checkpoint)
     model = build_skeleton(checkpoint, torch.bfloat16)
@@ -137,10 +160,13 @@ class _Planner:
     def __init__(self, checkpoint: Checkpoint, recipe: Recipe, model: PreTrainedModel) -> None:
         self.checkpoint, self.recipe, self.model = checkpoint, recipe, model
         self.targets = map_names(model, list(checkpoint.entries))
+        # Module in the model to module on disk.
+        self.disk_names = {
+            t.parameter.rpartition(".")[0]: n.rpartition(".")[0] for n, t in self.targets.items() if t.direct
+        }
         self.state = model.state_dict()
         self.block_prefix = find_blocks(model)[0] + "."
         self.linears = block_linears(model)
-        self.candidates = {**self.linears, **self._requested_outside()}
         self.routers = router_names(model)
         self.quantised: list[Quantised] = []
         self.kept: list[Kept] = []
@@ -148,6 +174,7 @@ class _Planner:
         self.fallbacks: list[FallbackRecord] = []
         self.notes: list[str] = []
         self.used: Counter[str] = Counter()
+        self.candidates: dict[str, nn.Module] = {**self.linears, **self._requested_outside()}
 
     def plan(self) -> Plan:
         self._check_names()
@@ -163,11 +190,10 @@ class _Planner:
         self._check_siblings()
         if self.recipe.calibration is not None and not self.recipe.calibrated:
             self.notes.append("the recipe names a calibration set that none of its passes uses")
-        layers = {layer.module for layer in self.quantised}
-        dense = self._dense_linears(layers)
+        embeddings = any(layer.embedding for layer in self.quantised)
         plan = Plan(
-            self.checkpoint, self.recipe, self.quantised, self.kept, self.dropped, self.fallbacks, self.notes, dense,
-            self._dense_experts(),
+            self.checkpoint, self.recipe, self.quantised, self.kept, self.dropped, self.fallbacks, self.notes,
+            self._dense(nn.Linear), self._dense(nn.Embedding) if embeddings else [], self._dense_experts(),
             sum(entry.numel for entry in self.checkpoint.entries.values()) - sum(d.entry.numel for d in self.dropped),
         )  # fmt: skip
         plan.specs.extend(output_specs(plan))
@@ -233,34 +259,53 @@ class _Planner:
         elif module in self.routers:
             self._keep(entry, "router")
         elif leaf == "weight" and target.direct and module in self.candidates:
-            self._decide_linear(disk_module, module, entry)
+            self._decide_layer(disk_module, module, entry)
         elif target.parameter.startswith(self.block_prefix) and (reason := self._unquantisable(target.parameter)):
             self._keep(entry, reason)
             self.fallbacks.append(FallbackRecord(layer=disk_module, kind="kept", detail=reason))
         else:
             self._keep(entry, "not a linear of a decoder block")
 
-    def _requested_outside(self) -> dict[str, torch.nn.Linear]:
-        """Linears outside the blocks (a head of its own) that an override asks for.
+    def _requested_outside(self) -> dict[str, nn.Module]:
+        """Linears and embeddings outside the blocks (a head of its own, the token table) that an override asks for.
 
-        A tied head is the embedding table: packing it would leave the embedding without one.
+        Raises RecipeError where one cannot be packed: passing it over would leave the recipe half done in silence.
         """
+        found: dict[str, nn.Module] = {}
+        for name, module in self.model.named_modules():
+            if not isinstance(module, nn.Linear | nn.Embedding) or name.startswith(self.block_prefix):
+                continue
+            disk_name = self.disk_names.get(name, name)
+            asked = [override for override in self.recipe.overrides if matches(override.match, disk_name)]
+            if all(override.weights is None for override in asked):
+                continue
+            ignored = any(matches(pattern, disk_name) for pattern in self.recipe.ignore)
+            if asked[-1].weights is not None and not ignored:
+                self._check_packable(f"override {asked[-1].match!r} asks for {disk_name}", name, module)
+            found[name] = module
+        return found
+
+    def _check_packable(self, request: str, name: str, module: nn.Module) -> None:
         tied = getattr(self.model, "all_tied_weights_keys", {})
-        shared = {*tied, *tied.values()}
-        wanted = [override.match for override in self.recipe.overrides if override.weights is not None]
-        return {
-            name: module
-            for name, module in self.model.named_modules()
-            if isinstance(module, torch.nn.Linear)
-            and not name.startswith(self.block_prefix)
-            and f"{name}.weight" not in shared
-            and any(matches(pattern, name) for pattern in wanted)
-        }
+        pairs = {**tied, **{source: copy for copy, source in tied.items()}}
+        if partner := pairs.get(f"{name}.weight"):
+            raise RecipeError(
+                f"{request}, whose table is tied to {partner.removesuffix('.weight')}: readers share only dense tables",
+                "take it out of the overrides, or untie the model (tie_word_embeddings: false, and a head of its own)",
+            )
+        if isinstance(module, nn.Embedding) and self.recipe.activations is not None:
+            raise RecipeError(
+                f"{request}, an embedding, which has no activations to round to int8", "take it out of the overrides"
+            )
+        if isinstance(module, nn.Embedding) and not is_lookup(module):
+            raise RecipeError(
+                f"{request}, whose {type(module).__name__} does more than look rows up", "take it out of the overrides"
+            )
 
     def _unquantisable(self, parameter: str) -> str | None:
         return unquantisable_reason(self.model, parameter) if parameter in self.state else None
 
-    def _decide_linear(self, disk_module: str, module: str, entry: TensorEntry) -> None:
+    def _decide_layer(self, disk_module: str, module: str, entry: TensorEntry) -> None:
         weights = self._format_for(disk_module)
         if weights is None:
             self._keep(entry, "ignored by the recipe")
@@ -273,7 +318,8 @@ class _Planner:
         scheme, fallback = self._fitted(
             weights.scheme(str(self.checkpoint.dtype).removeprefix("torch.")), disk_module, entry
         )
-        self.quantised.append(Quantised(entry, disk_module, module, scheme, fallback))
+        embedding = isinstance(self.candidates[module], nn.Embedding)
+        self.quantised.append(Quantised(entry, disk_module, module, scheme, fallback, embedding))
         if fallback:
             self.fallbacks.append(FallbackRecord(layer=disk_module, kind="group_size", detail=fallback))
 
@@ -315,8 +361,8 @@ class _Planner:
             if not self.used[override.match]:
                 names = sorted(self.linears)
                 raise RecipeError(
-                    f"override {override.match!r} matches no linear of {self.checkpoint.name} that it could change "
-                    "(ignored ones and a head tied to the embedding do not count)",
+                    f"override {override.match!r} matches no linear or embedding of {self.checkpoint.name} that it "
+                    "could change (ignored ones do not count)",
                     f"correct it; a linear is named for example {names[0] if names else 'nothing'}",
                 )
         modules = {name for name, _ in self.model.named_modules()}
@@ -341,11 +387,11 @@ class _Planner:
                     "give all of them one override or ignore",
                 )
 
-    def _dense_linears(self, quantised: set[str]) -> list[str]:
-        """Names, on disk and in the model, of the linears that stay dense: what a config has to list as ignored."""
-        disk = {t.parameter.rpartition(".")[0]: n.rpartition(".")[0] for n, t in self.targets.items() if t.direct}
-        dense = [n for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and n not in quantised]
-        return sorted({name for module in dense for name in (module, disk.get(module, module))})
+    def _dense(self, kind: type[nn.Module]) -> list[str]:
+        """Names, on disk and in the model, of the modules of a kind that stay dense: what a config lists as ignored."""
+        quantised = {layer.module for layer in self.quantised}
+        dense = [n for n, m in self.model.named_modules() if isinstance(m, kind) and n not in quantised]
+        return sorted({name for module in dense for name in (module, self.disk_names.get(module, module))})
 
     def _dense_experts(self) -> list[str]:
         """Modules on disk that hold kept experts, one a number: `a.experts` for the tensor `a.experts.7.up.weight`."""
@@ -360,15 +406,19 @@ def _block_of(module: str) -> str:
     return match[0] if match else module
 
 
+def _rounding_bytes(entry: TensorEntry) -> int:
+    """What rounding a tensor takes: the tensor, its codes and its packed form."""
+    return entry.nbytes + 2 * entry.numel
+
+
 def output_specs(plan: Plan) -> list[TensorSpec]:
     """The tensors of the artifact in the order in which they are made."""
-    format = plan.format
     specs = []
     made = {layer.entry.name: layer for layer in plan.quantised}
     gone = {dropped.entry.name for dropped in plan.dropped}
     for name, entry in plan.checkpoint.entries.items():
         if name in made:
-            specs += format.spec(made[name].name, made[name].shape, made[name].scheme)
+            specs += plan.layer_specs(made[name])
         elif name not in gone:
             specs.append(TensorSpec(name, entry.dtype, entry.shape))
     return specs

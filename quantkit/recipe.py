@@ -37,7 +37,10 @@ class WeightFormat(Strict):
 
 
 class Override(Strict):
-    """Another format for the linears that `match` (a module name on disk, or `re:` and a pattern); null keeps them."""
+    """Another format for what `match` (a module name on disk, or `re:` and a pattern) fits; null keeps it.
+
+    Linears, and embeddings outside the blocks, which nothing but an override reaches.
+    """
 
     match: str
     weights: WeightFormat | None

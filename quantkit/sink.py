@@ -38,10 +38,9 @@ class Sink:
         passes: list[str],
         output_error: OutputError | None = None,
         tokens: int | None = None,
-    ) -> QuantizedTensor:
-        """Pack and write a layer; returns it as read back from the packed form. `weight`: the float it was made of."""
-        format = self.plan.format
-        stored = format.pack(chosen.tensor)
+    ) -> dict[str, torch.Tensor]:
+        """Pack and write a layer; returns what was stored, by local name. `weight`: the float it was made of."""
+        stored = self.plan.layer_format(layer).pack(chosen.tensor)
         for local, tensor in stored.items():
             self.writer.write(f"{layer.name}.{local}", tensor)
         self.layers.append(
@@ -61,7 +60,7 @@ class Sink:
             )
         )
         self._finish(layer.entry)
-        return format.unpack(stored, layer.scheme)
+        return stored
 
     def kept(self, entry: TensorEntry, chunks: Iterator[torch.Tensor]) -> None:
         """Write a tensor as the source holds it."""

@@ -67,7 +67,7 @@ def _summary(found: dict[str, Any]) -> dict[str, str]:
     totals = found["totals"]
     reasons = Counter(kept["reason"] for kept in found["kept"])
     rows: dict[str, str] = {key: str(found[key]) for key in ("identity", "source", "recipe") if key in found}
-    rows["quantised"] = f"{len(found['layers'])} linears, {totals['quantised_parameters']:,} weights"
+    rows["quantised"] = f"{len(found['layers'])} layers, {totals['quantised_parameters']:,} weights"
     for reason, count in reasons.items():
         rows[f"kept ({count})"] = reason if f"kept ({count})" not in rows else f"{rows[f'kept ({count})']}; {reason}"
     if found["dropped"]:
@@ -105,7 +105,7 @@ def _checkpoint_summary(found: dict[str, Any]) -> dict[str, str]:
 def _scheme_table(found: dict[str, Any]) -> Table:
     """Layers of one scheme and shape in one row."""
     table = Table()
-    for column in ("linears", "shape", "scheme", "bits nominal", "bits stored", "relative error"):
+    for column in ("layers", "shape", "scheme", "bits nominal", "bits stored", "relative error"):
         table.add_column(column, justify="left" if column == "scheme" else "right")
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for layer in found["layers"]:

@@ -16,7 +16,7 @@ from quantkit.manifest import read_manifest
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
-from quantkit.tensorfile import TensorSpec
+from quantkit.tensorfile import TensorSpec, read_header
 
 # One file of each component.
 FILES = {
@@ -286,3 +286,19 @@ def test_shards_keep_the_order_and_the_limit_and_give_large_tensors_a_file_of_th
     sizes = [3, 3, 10, 1, 1, 1, 9]
     specs = [TensorSpec(str(n), torch.uint8, (size,)) for n, size in enumerate(sizes)]
     assert [[spec.nbytes for spec in part] for part in shard(specs, 6)] == [[3, 3], [10], [1, 1, 1], [9]]
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-packed"])
+def test_a_flipped_bit_of_a_quantised_embedding_is_found(
+    format: str, zoo: Callable[[str], Path], tmp_path: Path
+) -> None:
+    override = "overrides=[{match: model.embed_tokens, weights: {bits: 8, granularity: channel}}]"
+    plan = make_plan(open_checkpoint(str(zoo("llama_untied"))), load_recipe("rtn-g64", [override, f"format={format}"]))
+    path = convert(plan, tmp_path / "out").path
+    assert verify(path) == []
+    entries = read_header(path / "model.safetensors")
+    codes = next(
+        entry for name, entry in entries.items() if name.startswith("model.embed_tokens") and entry.numel > 999
+    )
+    flip(path / "model.safetensors", codes.start + 5)
+    assert verify(path) == ["changed: model.safetensors (weights)"]

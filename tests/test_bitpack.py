@@ -6,7 +6,7 @@ from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.bitpack import pack_int32, packed_width, unpack_int32
+from quantkit.bitpack import pack_int32, packed_width, unpack_columns, unpack_int32
 
 SHAPES = [(1, 1), (1, 7), (3, 8), (5, 11), (2, 31), (4, 32), (3, 33), (2, 43), (7, 96)]
 
@@ -105,3 +105,13 @@ def test_unpacking_another_width_says_what_was_expected(words: int) -> None:
 @pytest.mark.parametrize(("count", "bits", "words"), [(1, 2, 1), (16, 2, 1), (17, 2, 2), (10, 3, 1), (11, 3, 2)])
 def test_packed_width_rounds_up_to_whole_words(count: int, bits: int, words: int) -> None:
     assert packed_width(count, bits) == words
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_single_columns_are_those_of_the_whole_row(bits: int, shape: tuple[int, int]) -> None:
+    codes = random_codes(*shape, bits)
+    columns = torch.randint(0, shape[1], (20,), generator=torch.Generator().manual_seed(bits))
+    found = unpack_columns(pack_int32(codes, bits), bits, columns)
+    assert found.dtype == torch.uint8
+    assert torch.equal(found, codes[:, columns])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from quantkit.affine import dequantize
@@ -187,6 +188,43 @@ def test_mixed_precision_by_overrides_gives_each_layer_its_scheme(zoo: Callable[
     assert schemes["model.layers.0.mlp.up_proj"] == "int4 g64 sym"
     assert schemes["lm_head"] == "int8 g32 sym"
     assert [(f.layer, f.kind) for f in manifest.fallbacks] == [("lm_head", "quantiser")]
+    with torch.no_grad():
+        ours = load_artifact(tmp_path / "a")(IDS[:2]).logits
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "a")(IDS[:2]).logits
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_an_embedding_is_rounded_to_nearest_by_request_and_a_head_as_a_fallback(
+    zoo: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings = ["overrides=[{match: 're:(model.embed_tokens|lm_head)$', weights: {bits: 8, granularity: channel}}]"]
+    manifest = _convert(zoo("llama_untied"), tmp_path / "a", "gptq-g64", [*settings, "ignore=[]"])
+    plain = _convert(zoo("llama_untied"), tmp_path / "plain", "gptq-g64")
+    assert [(f.layer, f.kind) for f in manifest.fallbacks] == [("lm_head", "quantiser")]
+    table = next(layer for layer in manifest.layers if layer.name == "model.embed_tokens")
+    assert (table.passes, table.tokens, table.output_error, table.fallback) == (["rtn"], None, None, None)
+    source = load_file(zoo("llama_untied") / "model.safetensors")["model.embed_tokens.weight"]
+    nearest = rtn_quantize(source, table.scheme.scheme)
+    stored = load_file(tmp_path / "a" / "model.safetensors")
+    assert torch.equal(stored["model.embed_tokens.weight"], (nearest.codes.int() - 128).to(torch.int8))
+    assert torch.equal(stored["model.embed_tokens.weight_scale"], nearest.scales)
+    # Calibration runs on the embedding of the source: the blocks are those of the recipe without the overrides.
+    blocks = [layer for layer in manifest.layers if layer.name not in {"model.embed_tokens", "lm_head"}]
+    assert blocks == plain.layers
+
+
+@pytest.mark.parametrize("name", ["llama_untied", "neox"])
+def test_the_mixed_recipe_converts_verifies_and_loads_in_transformers(
+    name: str, zoo: Callable[[str], Path], tmp_path: Path
+) -> None:
+    manifest = _convert(zoo(name), tmp_path / "a", "awq-g128-mixed")
+    assert verify(tmp_path / "a") == []
+    assert manifest.readers["transformers"] == "yes"
+    eights = [layer for layer in manifest.layers if layer.scheme.bits == 8]
+    assert len(eights) == 2
+    assert {layer.shape for layer in eights} == {(256, 64)}
+    # The width of 64 takes the first group size that divides it.
+    assert {f.kind for f in manifest.fallbacks} == {"group_size", "quantiser"}
     with torch.no_grad():
         ours = load_artifact(tmp_path / "a")(IDS[:2]).logits
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "a")(IDS[:2]).logits

@@ -90,7 +90,7 @@ def test_convert_writes_the_default_name_and_prints_a_table(run: Run, zoo: Zoo) 
     found = run("convert", zoo("llama"), "--recipe", "rtn-g64")
     assert found.code == 0
     assert [path.name for path in Path().iterdir()] == ["llama-rtn-g64"]
-    for shown in ("14 linears", "bits per weight", "4.25"):
+    for shown in ("14 layers", "bits per weight", "4.25"):
         assert shown in found.out
     assert "identity" in found.err
 
@@ -248,6 +248,24 @@ def test_the_plan_says_what_the_conversion_then_does(run: Run, zoo: Zoo, tmp_pat
         assert plan["fallbacks"] == made["fallbacks"]
         assert plan["readers"] == made["readers"]
         assert plan["totals"]["bits_per_weight"] == made["totals"]["bits_per_weight"]
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-packed"])
+def test_a_quantised_embedding_stands_in_the_dry_run_and_in_inspect(
+    format: str, run: Run, zoo: Zoo, tmp_path: Path
+) -> None:
+    override = "overrides=[{match: model.embed_tokens, weights: {bits: 8, granularity: group, group_size: 32}}]"
+    command = ("convert", zoo("llama_untied"), "--recipe", "rtn-g64", "--set", override, "--set", f"format={format}")
+    plan = run(*command, "--dry-run", "--json").json
+    assert run(*command, "--output", tmp_path / "out").code == 0
+    made = run("inspect", tmp_path / "out", "--json").json
+    table = next(layer for layer in made["layers"] if layer["name"] == "model.embed_tokens")
+    assert (table["shape"], table["scheme"], table["bits_nominal"]) == ([256, 64], "int8 g32 sym", 8.5)
+    assert {layer["name"] for layer in plan["layers"]} == {layer["name"] for layer in made["layers"]}
+    assert (plan["readers"], plan["notes"]) == (made["readers"], made["notes"])
+    for key in ("bits_per_weight", "bits_per_weight_nominal", "quantised_parameters"):
+        assert plan["totals"][key] == made["totals"][key]
+    assert "15 layers" in run("inspect", tmp_path / "out").out
 
 
 # Errors

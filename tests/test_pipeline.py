@@ -553,3 +553,25 @@ def test_an_unreadable_source_file_is_named(
     with pytest.raises(ArtifactError, match=r"Permission denied \(.*source/"):
         convert(plan, tmp_path / "a")
     assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-packed"])
+def test_a_quantised_embedding_counts_in_layers_totals_and_specs_and_is_rounded_to_nearest(
+    format: str, zoo: Zoo, tmp_path: Path
+) -> None:
+    weights = "{bits: 8, granularity: group, group_size: 32}"
+    settings = (f"overrides=[{{match: model.embed_tokens, weights: {weights}}}]", f"format={format}")
+    made = make(zoo("llama_untied"), tmp_path / "out", settings=settings)
+    plain = make(zoo("llama_untied"), tmp_path / "plain").manifest
+    record = next(layer for layer in made.manifest.layers if layer.name == "model.embed_tokens")
+    source, stored = tensors_of(zoo("llama_untied"))["model.embed_tokens.weight"], tensors_of(made.path)
+    assert "model.embed_tokens.weight" not in {kept.name for kept in made.manifest.kept}
+    assert (record.shape, record.passes, record.scheme.group_size) == (tuple(source.shape), ["rtn"], 32)
+    assert record.error == rounding_error(source, rtn_quantize(source, record.scheme.scheme))
+    parts = {name: tensor for name, tensor in stored.items() if name.startswith("model.embed_tokens.")}
+    assert record.bytes == sum(tensor.nbytes for tensor in parts.values())
+    assert made.manifest.totals.quantised_parameters == plain.totals.quantised_parameters + source.numel()
+    blocks = plain.totals.bits_per_weight * plain.totals.quantised_parameters
+    expected = (blocks + 8 * record.bytes) / made.manifest.totals.quantised_parameters
+    assert made.manifest.totals.bits_per_weight == pytest.approx(expected, abs=2e-6)
+    assert made.manifest.fallbacks == []

@@ -306,7 +306,106 @@ def test_an_untied_head_is_quantised_where_an_override_asks_for_it(zoo: Zoo) -> 
 
 def test_a_tied_head_cannot_be_quantised_by_an_override(zoo: Zoo) -> None:
     overrides = [{"match": "lm_head", "weights": INT8}]
-    refused(RecipeError, zoo("llama"), "override 'lm_head' matches no linear", ignore=[], overrides=overrides)
+    words = ("override 'lm_head' asks for lm_head", "tied to model.embed_tokens", "untie")
+    refused(RecipeError, zoo("llama"), *words, ignore=[], overrides=overrides)
+    ignored = ("override 'lm_head' matches no linear or embedding", "ignored ones do not count")
+    refused(RecipeError, zoo("llama"), *ignored, overrides=overrides)
+
+
+def test_an_untied_embedding_is_quantised_where_an_override_names_it(zoo: Zoo) -> None:
+    plan = plan_of(zoo("llama_untied"), overrides=[{"match": "model.embed_tokens", "weights": {**G32, "bits": 8}}])
+    tables = [layer for layer in plan.quantised if layer.embedding]
+    assert [(t.name, t.module, t.shape, t.scheme.describe()) for t in tables] == [
+        ("model.embed_tokens", "model.embed_tokens", (256, 64), "int8 g32 sym")
+    ]
+    assert tables[0].outside
+    assert "model.embed_tokens.weight" not in names(plan)["kept"]
+    assert not any(layer.outside or layer.embedding for layer in plan.quantised if layer.name != "model.embed_tokens")
+    assert plan.fallbacks == []
+
+
+@pytest.mark.parametrize(("name", "table"), [("neox", "gpt_neox.embed_in"), ("gpt2", "transformer.wpe")])
+def test_overrides_match_embeddings_and_heads_by_their_names_on_disk(zoo: Zoo, name: str, table: str) -> None:
+    overrides = [{"match": f"re:{table}$", "weights": INT8}]
+    if name == "neox":
+        overrides.append({"match": "embed_out", "weights": INT8})
+    plan = plan_of(zoo(name), overrides=overrides)
+    outside = {layer.name: layer.module for layer in plan.quantised if layer.outside}
+    assert outside == {table: table, **({"embed_out": "lm_head"} if name == "neox" else {})}
+
+
+def test_the_formats_of_a_recipe_reach_no_embedding_without_an_override(zoo: Zoo) -> None:
+    plan = plan_of(zoo("llama_untied"), ignore=[], overrides=[{"match": "re:model.layers", "weights": INT8}])
+    assert not any(layer.outside for layer in plan.quantised)
+    assert plan.dense_embeddings == []
+
+
+def test_dense_embeddings_are_listed_where_another_one_is_quantised(zoo: Zoo) -> None:
+    plan = plan_of(zoo("gpt2"), overrides=[{"match": "transformer.wpe", "weights": INT8}])
+    assert plan.dense_embeddings == ["transformer.wte"]
+
+
+def test_ignore_and_a_later_null_keep_an_embedding(zoo: Zoo) -> None:
+    override = {"match": "re:model", "weights": INT8}
+    table = "model.embed_tokens"
+    for changes in (
+        {"ignore": ["lm_head", table], "overrides": [override]},
+        {"overrides": [override, {"match": table, "weights": None}]},
+    ):
+        plan = plan_of(zoo("llama_untied"), **changes)
+        assert not any(layer.embedding for layer in plan.quantised)
+        assert [k.reason for k in plan.kept if k.entry.name == f"{table}.weight"] == ["ignored by the recipe"]
+
+
+def test_a_group_that_does_not_divide_the_width_of_an_embedding_falls_back_and_is_counted(zoo: Zoo) -> None:
+    wide = {"bits": 8, "granularity": "group", "group_size": 128}
+    plan = plan_of(
+        zoo("llama_untied"), group_fallback=[64], overrides=[{"match": "model.embed_tokens", "weights": wide}]
+    )
+    assert [(f.layer, f.kind, f.detail) for f in plan.fallbacks] == [
+        ("model.embed_tokens", "group_size", "group 64 instead of 128: width 64")
+    ]
+
+
+@pytest.mark.parametrize("match", ["model.embed_tokens", "re:.*embed_tokens$", "re:model"])
+def test_a_tied_embedding_is_refused_in_one_line_that_says_why(zoo: Zoo, match: str) -> None:
+    overrides = [{"match": match, "weights": INT8}]
+    words = (f"override {match!r} asks for model.embed_tokens", "tied to lm_head", "take it out of the overrides")
+    refused(RecipeError, zoo("llama"), *words, overrides=overrides)
+
+
+def test_a_wide_override_passes_over_a_tied_embedding_that_is_ignored(zoo: Zoo) -> None:
+    table = "model.embed_tokens"
+    plan = plan_of(zoo("llama"), ignore=["lm_head", table], overrides=[{"match": "re:model", "weights": INT8}])
+    assert len(plan.quantised) == 14
+    assert {layer.scheme.bits for layer in plan.quantised} == {8}
+
+
+def test_an_embedding_is_refused_where_activations_are_rounded(zoo: Zoo) -> None:
+    changes = {"weights": INT8, "activations": {}, "overrides": [{"match": "re:.*embed_tokens", "weights": INT8}]}
+    words = ("asks for model.embed_tokens", "no activations to round", "take it out of the overrides")
+    refused(RecipeError, zoo("llama_untied"), *words, **changes)
+
+
+def test_an_embedding_whose_class_does_more_than_look_up_is_refused(edited: Callable[..., Path]) -> None:
+    def untie(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+
+    source = edited("gemma3", untie, tie_word_embeddings=False)
+    words = ("asks for model.embed_tokens", "ScaledWordEmbedding does more than look rows up")
+    refused(RecipeError, source, *words, overrides=[{"match": "model.embed_tokens", "weights": INT8}])
+
+
+def test_the_peak_of_a_calibrated_run_counts_a_table_that_is_rounded_after_the_blocks(zoo: Zoo) -> None:
+    calibrated = {"passes": ["gptq"], "calibration": {"set": "x", "samples": 1, "sequence_length": 8}}
+    overrides = [{"match": "model.embed_tokens", "weights": INT8}]
+    with_table = plan_of(zoo("llama_untied"), overrides=overrides, **calibrated)
+    entry = with_table.checkpoint.entries["model.embed_tokens.weight"]
+    assert with_table.peak_bytes >= entry.nbytes + 2 * entry.numel
+    # The table is no block: it adds no Gram matrix and no float32 copy of its own.
+    assert with_table.peak_bytes == plan_of(zoo("llama_untied"), **calibrated).peak_bytes
+    alone = plan_of(zoo("llama_untied"), ignore=["re:model.layers", "lm_head"], overrides=overrides, **calibrated)
+    assert alone.peak_bytes >= entry.nbytes + 2 * entry.numel
 
 
 def test_scales_follow_the_dtype_of_the_checkpoint(edited: Callable[..., Path], zoo: Zoo) -> None:
@@ -337,4 +436,4 @@ def test_a_head_that_holds_the_tied_table_is_not_packed(zoo: Zoo, tmp_path: Path
     tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
     safetensors.torch.save_file(tensors, source / "model.safetensors", {"format": "pt"})
     overrides = [{"match": "lm_head", "weights": INT8}]
-    refused(RecipeError, source, "override 'lm_head' matches no linear", "tied", ignore=[], overrides=overrides)
+    refused(RecipeError, source, "override 'lm_head' asks for lm_head", "tied", ignore=[], overrides=overrides)

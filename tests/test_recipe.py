@@ -72,8 +72,37 @@ def test_shipped_formats_are_what_their_names_say(
     )
 
 
-def test_every_shipped_recipe_keeps_the_head() -> None:
-    assert all("lm_head" in load_recipe(name).ignore for name in shipped_names("recipes"))
+def test_every_shipped_recipe_keeps_the_head_or_names_its_format() -> None:
+    for name in shipped_names("recipes"):
+        recipe = load_recipe(name)
+        named = [override for override in recipe.overrides if matches(override.match, "lm_head")]
+        assert ("lm_head" in recipe.ignore) != bool(named), name
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("model.embed_tokens", 8),
+        ("transformer.wte", 8),
+        ("transformer.word_embeddings", 8),
+        ("gpt_neox.embed_in", 8),
+        ("wte", 8),
+        ("lm_head", 8),
+        ("embed_out", 8),
+        ("language_model.lm_head", 8),
+        ("model.embed_tokens_per_layer", None),
+        ("transformer.wpe", None),
+        ("model.layers.0.mlp.up_proj", None),
+    ],
+)
+def test_the_mixed_recipe_names_token_tables_and_heads_and_nothing_else(name: str, bits: int | None) -> None:
+    recipe = load_recipe("awq-g128-mixed")
+    found = [override.weights for override in recipe.overrides if matches(override.match, name)]
+    assert [weights and (weights.bits, weights.group_size, weights.symmetric) for weights in found] == (
+        [(bits, 128, True)] if bits else []
+    )
+    assert (recipe.weights.bits, recipe.weights.group_size, recipe.weights.symmetric) == (4, 128, True)
+    assert (recipe.steps, recipe.calibration) == (load_recipe("awq-g128").steps, load_recipe("awq-g128").calibration)
 
 
 def test_a_recipe_by_path_equals_the_one_by_name() -> None:

@@ -1,5 +1,7 @@
 """A model that computes from the packed file: codes stay packed in memory and are unpacked one layer at a time.
 
+Of an embedding only the rows that are looked up are unpacked.
+
 The reference loader of the format is never called: what is measured is our reading of the bytes, and tests hold it
 against an independent decoder and against transformers.
 """
@@ -13,7 +15,7 @@ from transformers import PreTrainedModel
 
 from quantkit.affine import dequantize
 from quantkit.algorithms.smoothquant import token_codes
-from quantkit.blocks import build_skeleton
+from quantkit.blocks import build_skeleton, is_lookup
 from quantkit.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from quantkit.errors import ArtifactError, CheckpointError
 from quantkit.formats import Format, format_of
@@ -23,12 +25,60 @@ from quantkit.tensorfile import TensorEntry, read_tensor
 from quantkit.types import QuantScheme
 
 
-class PackedLinear(nn.Module):
-    """A linear whose weight `[out, in]` exists only as the packed tensors of the file.
+class Packed(nn.Module):
+    """A layer whose weight `[out, in]` exists only as the packed tensors of the file.
 
-    Each forward unpacks the layer, multiplies, and forgets it. `arithmetic` is the dtype in which codes are multiplied
-    with scales: float32 is exact.
+    `arithmetic` is the dtype in which codes are multiplied with scales: float32 is exact.
     """
+
+    def __init__(
+        self,
+        stored: Mapping[str, torch.Tensor],
+        format: Format,
+        scheme: QuantScheme,
+        dtype: torch.dtype,
+        arithmetic: torch.dtype,
+    ) -> None:
+        super().__init__()
+        self.format, self.scheme, self.dtype, self.arithmetic = format, scheme, dtype, arithmetic
+        # "weight" is what the dequantised property is called; the stored codes of that name stand beside it.
+        self._names = {name: "weight_codes" if name == "weight" else name for name in stored}
+        for name, tensor in stored.items():
+            self.register_buffer(self._names[name], tensor, persistent=False)
+
+    @property
+    def stored(self) -> dict[str, torch.Tensor]:
+        """The tensors of the file, by local name."""
+        return {name: self.get_buffer(place) for name, place in self._names.items()}
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The dequantised weight `[out, in]`, in the dtype of the dense layer it stands for; made on each access."""
+        return dequantize(self.format.unpack(self.stored, self.scheme), self.dtype, self.arithmetic)
+
+
+class PackedEmbedding(Packed):
+    """An embedding `[vocabulary, width]` of which only the rows that are looked up are ever unpacked."""
+
+    def __init__(
+        self,
+        stored: Mapping[str, torch.Tensor],
+        format: Format,
+        scheme: QuantScheme,
+        dense: nn.Embedding,
+        arithmetic: torch.dtype,
+    ) -> None:
+        super().__init__(stored, format, scheme, dense.weight.dtype, arithmetic)
+        self.num_embeddings, self.embedding_dim = dense.num_embeddings, dense.embedding_dim
+        self.padding_idx = dense.padding_idx
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.format.unpack_rows(self.stored, self.scheme, ids.reshape(-1))
+        return dequantize(rows, self.dtype, self.arithmetic).reshape(*ids.shape, self.embedding_dim)
+
+
+class PackedLinear(Packed):
+    """A linear of packed weights: each forward unpacks the layer, multiplies, and forgets it."""
 
     def __init__(
         self,
@@ -38,20 +88,9 @@ class PackedLinear(nn.Module):
         dense: nn.Linear,
         arithmetic: torch.dtype,
     ) -> None:
-        super().__init__()
-        self.format, self.scheme, self.arithmetic = format, scheme, arithmetic
-        self.out_features, self.in_features, self.dtype = dense.out_features, dense.in_features, dense.weight.dtype
-        # "weight" is what the dequantised property is called; the stored codes of that name stand beside it.
-        self._names = {name: "weight_codes" if name == "weight" else name for name in stored}
-        for name, tensor in stored.items():
-            self.register_buffer(self._names[name], tensor, persistent=False)
+        super().__init__(stored, format, scheme, dense.weight.dtype, arithmetic)
+        self.out_features, self.in_features = dense.out_features, dense.in_features
         self.bias = dense.bias
-
-    @property
-    def weight(self) -> torch.Tensor:
-        """The dequantised weight `[out, in]`, in the dtype of the dense linear it stands for; made on each access."""
-        stored = {name: self.get_buffer(place) for name, place in self._names.items()}
-        return dequantize(self.format.unpack(stored, self.scheme), self.dtype, self.arithmetic)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(inputs, self.weight, self.bias)
@@ -82,7 +121,7 @@ def load_artifact(
     arithmetic: str = "exact",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The model of an artifact, its quantised linears packed in memory.
+    """The model of an artifact, its quantised layers packed in memory.
 
     dtype: of activations and kept tensors, default the checkpoint's. arithmetic: "exact" multiplies codes and scales in
     float32; "stored" in the dtype of the stored scales, as readers do that decode on load.
@@ -101,16 +140,18 @@ def load_artifact(
     format = format_of(manifest.format, manifest.recipe.get("activations") is not None)
     entries = dict(checkpoint.entries)
     for layer in manifest.layers:
-        stored = _take_layer(entries, layer, format, path)
         scheme = layer.scheme.scheme
         product = torch.float32 if arithmetic == "exact" else scheme.torch_scale_dtype
         parent_name, _, leaf = layer.module.rpartition(".")
         parent = model.get_submodule(parent_name)
         dense = getattr(parent, leaf, None)
-        if not isinstance(dense, nn.Linear) or (dense.out_features, dense.in_features) != tuple(layer.shape):
-            raise ArtifactError(f"{path}: the manifest's {layer.module!r} is no such linear", "run quantkit verify")
-        kind = Int8Linear if format.int8_activations else PackedLinear
-        setattr(parent, leaf, kind(stored, format, scheme, dense, product))
+        if isinstance(dense, nn.Embedding) and not is_lookup(dense):
+            dense = None  # it computes more than PackedEmbedding does
+        if not isinstance(dense, nn.Linear | nn.Embedding) or tuple(dense.weight.shape) != tuple(layer.shape):
+            raise ArtifactError(f"{path}: the manifest's {layer.module!r} is no such layer", "run quantkit verify")
+        stored_in = format.for_embedding(scheme) if isinstance(dense, nn.Embedding) else format
+        stored = _take_layer(entries, layer, stored_in, path)
+        setattr(parent, leaf, _packed(stored, stored_in, scheme, dense, product))
     _load_dense(model, entries, checkpoint)
     return model.to(device).eval()
 
@@ -127,6 +168,19 @@ def load_checkpoint(
 def is_artifact(model: str | Path) -> bool:
     """Whether MODEL is an artifact of ours rather than a checkpoint."""
     return (Path(model) / MANIFEST_FILE).is_file()
+
+
+def _packed(
+    stored: Mapping[str, torch.Tensor],
+    format: Format,
+    scheme: QuantScheme,
+    dense: nn.Linear | nn.Embedding,
+    arithmetic: torch.dtype,
+) -> Packed:
+    if isinstance(dense, nn.Embedding):
+        return PackedEmbedding(stored, format, scheme, dense, arithmetic)
+    kind = Int8Linear if format.int8_activations else PackedLinear
+    return kind(stored, format, scheme, dense, arithmetic)
 
 
 def _take_layer(

@@ -1,13 +1,17 @@
-"""On-disk formats. Each is one object with the four verbs of `Format`; FORMATS finds it by the recipe's name for it."""
+"""On-disk formats. Each is one object with the verbs of `Format`; FORMATS finds it by the recipe's name for it."""
 
 from quantkit.formats.base import Format, StoredLayer
 from quantkit.formats.compressed_tensors import CompressedTensors
 from quantkit.formats.int_quantized import IntQuantized
 
-FORMATS: dict[str, Format] = {"compressed-tensors": CompressedTensors()}
+# The two differ in embeddings of 8 bits alone: transformers loads them as int8, vLLM packed.
+FORMATS: dict[str, Format] = {
+    "compressed-tensors": CompressedTensors(int8_tables=IntQuantized()),
+    "compressed-tensors-packed": CompressedTensors(),
+}
 
-# What the same name stands for in a recipe that quantises activations too.
-INT8_FORMATS: dict[str, Format] = {"compressed-tensors": IntQuantized()}
+# What the same names stand for in a recipe that quantises activations too.
+INT8_FORMATS: dict[str, Format] = dict.fromkeys(FORMATS, IntQuantized())
 
 
 def format_of(name: str, int8_activations: bool) -> Format:

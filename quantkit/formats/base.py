@@ -12,14 +12,16 @@ from quantkit.types import QuantizedTensor, QuantScheme
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """One quantised linear as a config has to name it.
+    """One quantised layer as a config has to name it.
 
     name: module name on disk. module: module name in the model of transformers, which may differ. scheme: its format.
+    embedding: whether it is a table that token ids look up, instead of a linear.
     """
 
     name: str
     module: str
     scheme: QuantScheme
+    embedding: bool = False
 
 
 class Format(Protocol):
@@ -40,10 +42,23 @@ class Format(Protocol):
         """The codes, scales and zeros of what `pack` wrote. Raises ArtifactError where the tensors do not fit."""
         ...
 
+    def unpack_rows(
+        self, stored: Mapping[str, torch.Tensor], scheme: QuantScheme, rows: torch.Tensor
+    ) -> QuantizedTensor:
+        """`unpack` of the output rows `rows` (int64 `[n]`) alone: codes `[n, in]`, nothing else is decoded.
+
+        Raises ArtifactError where the tensors do not fit, IndexError for a row that is not there.
+        """
+        ...
+
+    def for_embedding(self, scheme: QuantScheme) -> "Format":
+        """The format in which an embedding of this scheme is stored: this one, or a sibling."""
+        ...
+
     def config(self, layers: list[StoredLayer], dense: list[str], experts: list[str]) -> dict[str, Any]:
         """`quantization_config` for config.json.
 
-        dense: names of linears that stay unquantised. experts: modules on disk whose expert weights stay unquantised
+        dense: names of layers that stay unquantised. experts: modules on disk whose expert weights stay unquantised
         and are stacked by the reader.
         """
         ...

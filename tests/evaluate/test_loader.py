@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from quantkit.affine import dequantize
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, QuantkitError
-from quantkit.evaluate.loader import PackedLinear, is_artifact, load_artifact, load_checkpoint
+from quantkit.evaluate.loader import PackedEmbedding, PackedLinear, is_artifact, load_artifact, load_checkpoint
 from quantkit.manifest import read_manifest
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
@@ -140,6 +141,79 @@ def test_overridden_and_kept_layers_load_in_transformers_with_the_same_logits(zo
     assert difference(logits(model), logits(load_reference(path))) < 1e-4
 
 
+TABLES = {
+    "llama_untied": "model.embed_tokens", "qwen2": "model.embed_tokens", "phi3": "model.embed_tokens",
+    "neox": "gpt_neox.embed_in", "mixtral": "model.embed_tokens", "gpt2": "transformer.wpe",
+}  # fmt: skip
+
+
+def tabled(name: str, weights: str = "{bits: 8, granularity: group, group_size: 32}", head: bool = False) -> list[str]:
+    """Settings that quantise the embedding of an untied architecture, and its head."""
+    matches = [TABLES[name], *(['"re:(lm_head|embed_out)$"'] if head else [])]
+    overrides = ", ".join(f"{{match: {match}, weights: {weights}}}" for match in matches)
+    return [f"overrides=[{overrides}]", "ignore=[]"]
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_an_embedding_and_head_of_8_bits_load_in_transformers_with_the_same_logits(
+    name: str, head: bool, artifact: Artifact
+) -> None:
+    path = artifact(name, "rtn-g64", *tabled(name, head=head and name != "gpt2"))
+    found = logits(load_artifact(path))
+    assert difference(found, logits(load_reference(path))) < 1e-4
+    assert difference(found, logits(load_artifact(artifact(name, "rtn-g64")))) > 1e-3
+
+
+@pytest.mark.parametrize("weights", ["{bits: 8, granularity: channel}", "{bits: 8, granularity: tensor}"])
+def test_an_embedding_with_one_scale_a_row_loads_in_transformers_with_the_same_logits(
+    weights: str, artifact: Artifact
+) -> None:
+    path = artifact("llama_untied", "rtn-g64", *tabled("llama_untied", weights))
+    assert difference(logits(load_artifact(path)), logits(load_reference(path))) < 1e-4
+
+
+@pytest.mark.parametrize(("bits", "symmetric"), [(4, "true"), (4, "false"), (3, "false"), (8, "false")])
+def test_a_packed_embedding_of_the_only_scheme_loads_in_transformers_decoded(
+    bits: int, symmetric: str, artifact: Artifact
+) -> None:
+    weights = f"{{bits: {bits}, granularity: group, group_size: 64, symmetric: {symmetric}}}"
+    widths = (f"weights.bits={bits}", f"weights.symmetric={symmetric}")
+    path = artifact("llama_untied", "rtn-g64", *tabled("llama_untied", weights, head=True), *widths)
+    assert read_manifest(path).readers["transformers"] == "yes, decoded on load in the scale dtype"
+    assert difference(logits(load_artifact(path, arithmetic="stored")), logits(load_reference(path))) < 1e-4
+
+
+def test_a_packed_embedding_under_several_schemes_waits_for_one_line_of_transformers(
+    artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = artifact("llama_untied", "rtn-g64", *tabled("llama_untied", head=True), "format=compressed-tensors-packed")
+    assert read_manifest(path).readers["transformers"].startswith("no: transformers up to 5.24")
+    with pytest.raises(AttributeError, match="'Embedding' object has no attribute 'weight'"):
+        load_reference(path)
+    initialise = PreTrainedModel._init_weights
+
+    def guarded(self: Any, module: torch.nn.Module) -> None:
+        if getattr(module, "weight", None) is not None or not isinstance(module, torch.nn.Embedding):
+            initialise(self, module)
+
+    monkeypatch.setattr(PreTrainedModel, "_init_weights", guarded)
+    found = logits(load_artifact(path))
+    assert difference(found, logits(load_reference(path))) < 1e-4
+    int8 = artifact("llama_untied", "rtn-g64", *tabled("llama_untied", head=True))
+    assert torch.equal(found, logits(load_artifact(int8)))
+
+
+def test_an_embedding_of_a_bfloat16_checkpoint_gives_the_rows_of_transformers(zoo: Zoo, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    AutoModelForCausalLM.from_pretrained(zoo("llama_untied"), dtype=torch.bfloat16).save_pretrained(source)
+    path = make(source, tmp_path / "out", "rtn-g64", *tabled("llama_untied"))
+    model, reference = load_artifact(path), load_reference(path)
+    logits(reference)  # its first forward decodes
+    assert torch.equal(model.model.embed_tokens(IDS), reference.model.embed_tokens(IDS))
+    assert model.model.embed_tokens(IDS).dtype == torch.bfloat16
+
+
 def test_activations_in_bfloat16_are_computed_in_bfloat16(artifact: Artifact) -> None:
     model = load_artifact(artifact("llama", "rtn-g64"), dtype=torch.bfloat16)
     assert logits(model).dtype == torch.bfloat16
@@ -192,7 +266,46 @@ def test_every_architectures_weights_equal_an_independent_decoder_to_the_bit(
         assert np.array_equal(found, expected), layer.name
 
 
+@pytest.mark.parametrize("symmetric", ["true", "false"])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_looked_up_rows_equal_an_independent_decoder_to_the_bit(bits: int, symmetric: str, artifact: Artifact) -> None:
+    weights = f"{{bits: {bits}, granularity: group, group_size: 32, symmetric: {symmetric}}}"
+    settings = (*tabled("qwen2", weights), "format=compressed-tensors-packed")
+    path = artifact("qwen2", "rtn-g64", *settings)
+    table = load_artifact(path).get_submodule("model.embed_tokens")
+    expected = decoder.decode(
+        decoder.read_file(path / "model.safetensors"), "model.embed_tokens", bits, symmetric == "true"
+    )
+    assert np.array_equal(table(IDS).numpy(), expected[IDS.numpy()])
+    assert np.array_equal(table.weight.numpy(), expected)
+
+
 # Packed in memory
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-packed"])
+def test_an_embedding_stays_packed_and_only_the_rows_that_are_looked_up_are_decoded(
+    format: str, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = artifact("llama_untied", "rtn-g64", *tabled("llama_untied"), f"format={format}")
+    table = load_artifact(path).get_submodule("model.embed_tokens")
+    record = next(layer for layer in read_manifest(path).layers if layer.module == "model.embed_tokens")
+    assert isinstance(table, PackedEmbedding)
+    assert (table.num_embeddings, table.embedding_dim) == tuple(record.shape)
+    assert not list(table.parameters())
+    assert sum(tensor.nbytes for tensor in table.buffers()) == record.bytes
+    whole, decoded = table.weight, []
+    monkeypatch.setattr(
+        "quantkit.evaluate.loader.dequantize",
+        lambda tensor, *arguments: decoded.append(tensor.shape) or dequantize(tensor, *arguments),
+    )
+    for ids in (torch.tensor([[7, 255, 7]]), torch.tensor(3), torch.empty(2, 0, dtype=torch.int64)):
+        decoded.clear()
+        assert torch.equal(table(ids), torch.nn.functional.embedding(ids, whole))
+        assert decoded == [(ids.numel(), 64)]
+    for outside in (-1, 256):
+        with pytest.raises(IndexError):
+            table(torch.tensor([outside]))
 
 
 @pytest.mark.parametrize("name", ["llama", "phi3", "mixtral"])
@@ -311,6 +424,21 @@ def tampered(path: Path, target: Path, change: Callable[[dict[str, torch.Tensor]
 
 
 LAYER = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize("part", ["weight", "weight_scale"])
+@pytest.mark.parametrize("how", ["shorter", "missing"])
+def test_a_tensor_of_an_embedding_that_does_not_fit_is_refused_by_name(
+    part: str, how: str, artifact: Artifact, tmp_path: Path
+) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensor = tensors.pop(f"model.embed_tokens.{part}")
+        if how == "shorter":
+            tensors[f"model.embed_tokens.{part}"] = tensor[:-1].clone()
+
+    path = tampered(artifact("llama_untied", "rtn-g64", *tabled("llama_untied")), tmp_path / "out", change)
+    with pytest.raises(ArtifactError, match=f"model.embed_tokens.{part}"):
+        load_artifact(path)
 
 
 @pytest.mark.parametrize("part", ["weight_packed", "weight_scale", "weight_zero_point", "weight_shape"])

@@ -13,6 +13,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 
 from quantkit.affine import dequantize
 from quantkit.algorithms.rtn import rtn_quantize
+from quantkit.bitpack import unpack_int32
 from quantkit.errors import ArtifactError
 from quantkit.formats import FORMATS, StoredLayer
 from quantkit.tensorfile import TensorFileWriter, layout
@@ -20,6 +21,7 @@ from quantkit.types import QuantizedTensor, QuantScheme
 from tests.oracles import decoder
 
 FORMAT = FORMATS["compressed-tensors"]
+PACKED = FORMATS["compressed-tensors-packed"]
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "compressed_tensors.json").read_text())
 BITS = [2, 3, 4, 5, 6, 7, 8]
 SYMMETRY = pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "zp"])
@@ -150,6 +152,57 @@ def test_unpacking_gives_the_codes_scales_and_zeros_that_were_packed(symmetric: 
         assert torch.equal(restored.zeros, tensor.zeros)
 
 
+@SYMMETRY
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_single_rows_are_those_of_the_whole_and_no_other_is_decoded(
+    bits: int, shape: tuple[int, int, int | None], symmetric: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, columns, group_size = shape
+    tensor = quantised(rows, columns, scheme_of(bits, group_size, symmetric))
+    stored, whole = FORMAT.pack(tensor), dequantize(tensor)
+    decoded: list[int] = []
+
+    def counted(packed: torch.Tensor, *arguments: int) -> torch.Tensor:
+        decoded.append(len(packed))
+        return unpack_int32(packed, *arguments)
+
+    monkeypatch.setattr("quantkit.formats.compressed_tensors.unpack_int32", counted)
+    wanted = torch.randint(0, rows, (5,), generator=torch.Generator().manual_seed(bits))
+    found = FORMAT.unpack_rows(stored, tensor.scheme, wanted)
+    assert bits_of(dequantize(found)) == bits_of(whole[wanted])
+    assert decoded == [5]
+    nothing = FORMAT.unpack_rows(stored, tensor.scheme, torch.empty(0, dtype=torch.int64))
+    assert dequantize(nothing).shape == (0, columns)
+
+
+@pytest.mark.parametrize("row", [-1, 9])
+def test_a_row_that_is_not_there_is_an_index_error(row: int) -> None:
+    tensor = quantised(9, 24, scheme_of(4, 8, False))
+    with pytest.raises(IndexError):
+        FORMAT.unpack_rows(FORMAT.pack(tensor), tensor.scheme, torch.tensor([row]))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("weight_packed", lambda t: t[:, :-1]),
+        ("weight_packed", lambda _: None),
+        ("weight_scale", lambda t: t[:, :-1]),
+        ("weight_zero_point", lambda t: t[:, :1]),
+        ("weight_zero_point", lambda _: None),
+        ("weight_shape", lambda t: t + 1),
+        ("weight_shape", lambda t: torch.cat([t, t])),
+        ("weight_shape", lambda _: None),
+    ],
+)
+def test_tensors_that_do_not_fit_together_are_an_artifact_error_for_single_rows_too(name: str, change: Any) -> None:
+    tensor = quantised(9, 24, scheme_of(4, 8, False))
+    stored = FORMAT.pack(tensor)
+    with pytest.raises(ArtifactError, match="packed tensors do not fit"):
+        FORMAT.unpack_rows(damage(stored, name, change(stored[name])), tensor.scheme, torch.tensor([0, 3]))
+
+
 def test_a_tensor_scale_is_stored_once_a_channel() -> None:
     tensor = quantised(4, 6, QuantScheme(8, "tensor"))
     stored = FORMAT.pack(tensor)["weight_scale"]
@@ -227,6 +280,76 @@ def test_several_schemes_name_their_layers_on_disk_and_in_the_model() -> None:
     assert [group["weights"]["strategy"] for group in groups.values()] == ["group", "channel"]
 
 
+def table(scheme: QuantScheme, name: str = "embed", module: str = "embed") -> StoredLayer:
+    return StoredLayer(name, module, scheme, embedding=True)
+
+
+@pytest.mark.parametrize("format", [FORMAT, PACKED])
+def test_embeddings_are_targeted_by_name_and_by_class_and_leave_linears_theirs(format: Any) -> None:
+    layers = [table(scheme_of(8, 128, True), "disk.wte", "wte"), StoredLayer("a.q", "a.q", scheme_of(4, 128, True))]
+    groups = format.config(layers, ["lm_head", "wpe"], [])["config_groups"]
+    assert [group["targets"] for group in groups.values()] == [["disk.wte", "wte", "Embedding"], ["Linear"]]
+    assert groups["group_0"].get("format") == ("int-quantized" if format is FORMAT else None)
+    assert "format" not in groups["group_1"]
+
+
+def test_a_table_stored_as_int8_and_a_linear_of_its_scheme_are_two_groups() -> None:
+    layers = [table(scheme_of(8, 128, True)), StoredLayer("lm_head", "lm_head", scheme_of(8, 128, True))]
+    assert len(FORMAT.config(layers, [], [])["config_groups"]) == 2
+    packed = PACKED.config(layers, [], [])["config_groups"]
+    assert [group["targets"] for group in packed.values()] == [["Linear", "embed", "Embedding"]]
+
+
+def test_embeddings_of_several_schemes_are_targeted_by_name_alone() -> None:
+    layers = [table(scheme_of(8, 64, True), "a", "a"), table(scheme_of(4, 64, True), "b", "b")]
+    groups = FORMAT.config(layers, [], [])["config_groups"]
+    assert [group["targets"] for group in groups.values()] == [["a"], ["b"]]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "int8"),
+    [
+        (scheme_of(8, 128, True), True),
+        (scheme_of(8, None, True), True),
+        (QuantScheme(8, "tensor"), True),
+        (scheme_of(8, 128, False), False),
+        (scheme_of(4, 128, True), False),
+    ],
+)
+def test_embeddings_of_eight_symmetric_bits_are_stored_as_int8_unless_asked_otherwise(
+    scheme: QuantScheme, int8: bool
+) -> None:
+    assert (FORMAT.for_embedding(scheme) is not FORMAT) == int8
+    assert PACKED.for_embedding(scheme) is PACKED
+    names = {spec.name for spec in FORMAT.for_embedding(scheme).spec("t", (256, 128), scheme)}
+    assert ("t.weight" in names) == int8
+
+
+def test_an_embedding_that_transformers_cannot_hold_packed_is_decoded_on_load_where_it_can() -> None:
+    four = scheme_of(4, 64, True)
+    alone = [table(four), StoredLayer("a", "a", four)]
+    assert FORMAT.config(alone, [], [])["dequantize"] is True
+    assert FORMAT.readers(alone)["transformers"] == "yes, decoded on load in the scale dtype"
+    mixed = [table(four), StoredLayer("a", "a", scheme_of(8, None, True))]
+    assert "dequantize" not in FORMAT.config(mixed, [], [])
+    assert FORMAT.readers(mixed)["transformers"].startswith("no: ")
+    assert "packed embedding under several schemes" in FORMAT.readers(mixed)["transformers"]
+    int8 = [table(scheme_of(8, 64, True)), StoredLayer("a", "a", four)]
+    assert "dequantize" not in FORMAT.config(int8, [], [])
+    assert FORMAT.readers(int8)["transformers"] == "yes"
+
+
+def test_what_vllm_makes_of_an_embedding_is_never_a_plain_yes() -> None:
+    linear = StoredLayer("a", "a", scheme_of(4, 128, True))
+    assert FORMAT.readers([linear, table(scheme_of(8, 128, True))])["vllm"].startswith(
+        "no: it reads an embedding packed"
+    )
+    assert PACKED.readers([linear, table(scheme_of(8, 128, True))])["vllm"].startswith("not verified")
+    assert "int8 group 128 zero-point embedding" in PACKED.readers([linear, table(scheme_of(8, 128, False))])["vllm"]
+    assert "int3 group 64 symmetric embedding" in PACKED.readers([linear, table(scheme_of(3, 64, True))])["vllm"]
+    assert PACKED.readers([linear, table(scheme_of(4, 16, True))])["vllm"].startswith("not verified")
+
+
 def test_tensor_and_channel_scales_share_a_group_because_the_file_holds_the_same() -> None:
     layers = [StoredLayer("a", "a", QuantScheme(8, "tensor")), StoredLayer("b", "b", QuantScheme(8, "channel"))]
     groups = FORMAT.config(layers, [], [])["config_groups"]
@@ -258,8 +381,11 @@ def test_the_config_is_one_that_the_reference_library_parses(schemes: list[Quant
     layers = [StoredLayer(f"l.{n}", f"l.{n}", scheme) for n, scheme in enumerate(schemes)]
     config = FORMAT.config(layers, ["lm_head"], experts)
     config.pop("dequantize", None)
+    table_group = FORMAT.config([table(scheme_of(8, 128, True))], [], [])["config_groups"]["group_0"]
+    config["config_groups"]["table"] = table_group
     parsed = QuantizationConfig.model_validate(config)
     assert parsed.format == "pack-quantized"
+    assert parsed.config_groups["table"].format == "int-quantized"
     assert parsed.quantization_status.value == "compressed"
     for n, scheme in enumerate(schemes):
         weights = parsed.config_groups[f"group_{n}"].weights

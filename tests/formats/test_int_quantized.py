@@ -11,6 +11,7 @@ from quantkit.formats.int_quantized import IntQuantized
 from quantkit.types import QuantScheme
 
 SCHEME = QuantScheme(8, "channel")
+GROUPS = QuantScheme(8, "group", 4)
 FORMAT = IntQuantized()
 
 
@@ -24,10 +25,23 @@ def test_stored_integers_times_scales_are_the_dequantised_weight() -> None:
     assert torch.equal(FORMAT.unpack(stored, SCHEME).codes, tensor.codes)
 
 
-def test_spec_names_what_pack_writes() -> None:
-    stored = FORMAT.pack(rtn_quantize(torch.randn(3, 8), SCHEME))
-    specs = {spec.name.removeprefix("a."): (spec.dtype, spec.shape) for spec in FORMAT.spec("a", (3, 8), SCHEME)}
+@pytest.mark.parametrize("scheme", [SCHEME, GROUPS])
+def test_spec_names_what_pack_writes(scheme: QuantScheme) -> None:
+    stored = FORMAT.pack(rtn_quantize(torch.randn(3, 8), scheme))
+    specs = {spec.name.removeprefix("a."): (spec.dtype, spec.shape) for spec in FORMAT.spec("a", (3, 8), scheme)}
     assert specs == {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
+
+
+def test_single_rows_of_a_table_in_groups_are_those_of_the_whole() -> None:
+    tensor = rtn_quantize(torch.randn(6, 12, generator=torch.Generator().manual_seed(1)), GROUPS)
+    stored = FORMAT.pack(tensor)
+    whole = dequantize(FORMAT.unpack(stored, GROUPS))
+    assert torch.equal(whole, dequantize(tensor))
+    rows = torch.tensor([5, 0, 5])
+    assert torch.equal(dequantize(FORMAT.unpack_rows(stored, GROUPS, rows)), whole[rows])
+    assert FORMAT.for_embedding(GROUPS) is FORMAT
+    with pytest.raises(IndexError):
+        FORMAT.unpack_rows(stored, GROUPS, torch.tensor([6]))
 
 
 def test_config_asks_for_dynamic_token_activations_and_never_for_dequantize() -> None:
@@ -42,3 +56,5 @@ def test_config_asks_for_dynamic_token_activations_and_never_for_dequantize() ->
 def test_tensors_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArtifactError):
         FORMAT.unpack({"weight": torch.zeros(2, 4), "weight_scale": torch.ones(2, 1)}, SCHEME)
+    with pytest.raises(ArtifactError):
+        FORMAT.unpack({"weight": torch.zeros(2, 4, dtype=torch.int8), "weight_scale": torch.ones(2, 2)}, GROUPS)
