@@ -39,7 +39,7 @@ LEVELS: list[list[str]] = [
     ["blockwise"],
     ["pipeline"],
     # its evaluation and its release
-    ["report", "evaluate.uncertainty", "evaluate.loader", "evaluate.protocol"],
+    ["report", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
     ["evaluate.scoring", "evaluate.suite"],
     ["evaluate.run"],
     ["gates", "inspection"],
