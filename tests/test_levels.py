@@ -41,6 +41,7 @@ LEVELS: list[list[str]] = [
     # its evaluation and its release
     ["report", "evaluate.uncertainty", "evaluate.loader", "evaluate.protocol"],
     ["evaluate.scoring", "evaluate.suite"],
+    ["evaluate.breakdown"],
     ["evaluate.run"],
     ["gates", "inspection"],
     ["tables"],
