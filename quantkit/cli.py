@@ -94,6 +94,7 @@ def evaluate_command(
     reference: Annotated[str | None, typer.Option(help="Model to compare with; default the artifact's source.")] = None,
     limit: Annotated[int | None, typer.Option(help="At most N windows a text; the report cannot pass a gate.")] = None,
     output: Annotated[Path | None, typer.Option(help="Report file; default ARTIFACT/evals/SUITE.json.")] = None,
+    html: Annotated[bool, typer.Option("--html/--no-html", help="Also write the report as a page beside it.")] = True,
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -102,9 +103,12 @@ def evaluate_command(
     from quantkit.evaluate.loader import is_artifact
     from quantkit.evaluate.run import evaluate
     from quantkit.evaluate.suite import load_suite
+    from quantkit.pages import write_report_page
     from quantkit.report import write_report
     from quantkit.tables import report_table
 
+    if html and output is not None and output.suffix == ".html":
+        raise UsageError(f"--output {output} names the page", "name the JSON file; the page is written beside it")
     chosen = load_suite(suite)
     with _windows_bar() as progress:
         report = evaluate(
@@ -121,9 +125,10 @@ def evaluate_command(
     beside = Path(f"{report.subject.name.rpartition('/')[2]}.{name}.json")
     path = output or (inside if is_artifact(model) else beside)
     write_report(report, path)
+    page = write_report_page(report, model, path) if html else None
     for note in report.notes:
         _say(note)
-    _say(f"wrote {path}")
+    _say(f"wrote {path}" if page is None else f"wrote {path} and {page}")
     if as_json:
         _print_json(report.model_dump(mode="json") | {"path": str(path)})
     else:
@@ -184,6 +189,51 @@ def gate(
     else:
         Console().print(verdict_table(verdict))
     raise typer.Exit(0 if verdict.passed else 1)
+
+
+@app.command("report")
+def report_command(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    suite: Annotated[str, typer.Option(help="Suite whose report is shown, by name or path.")] = "quick",
+    policy: Annotated[str | None, typer.Option(help="Policy of the verdict; default smoke, if it can judge.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Page to write; default ARTIFACT/evals/SUITE.html.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Write the page of a report, from the report, the manifest and a policy."""
+    from quantkit.compare import report_path
+    from quantkit.pages import artifact_page, judgement_values, write_page
+
+    page, judgement = artifact_page(artifact, suite, policy)
+    path = output or report_path(artifact, suite).with_suffix(".html")
+    write_page(page, path)
+    found = {"path": str(path)} | judgement_values(judgement)
+    if as_json:
+        _print_json(found)
+    else:
+        _say(f"wrote {path}")
+        print(f"{found['verdict'] or 'not judged'}: {found['policy'] or found['reason']}")
+
+
+@app.command("compare")
+def compare_command(
+    artifacts: Annotated[list[Path], typer.Argument(help="Artifact directories of one base.")],
+    suite: Annotated[str, typer.Option(help="Suite whose reports are compared, by name or path.")] = "quick",
+    output: Annotated[Path | None, typer.Option(help="Also write the comparison as a page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Put several artifacts of one base in one table: size, perplexity and fidelity under one protocol."""
+    from quantkit.compare import compare as run
+    from quantkit.pages import comparison_page, write_page
+    from quantkit.tables import comparison_table
+
+    comparison = run(artifacts, suite)
+    if output is not None:
+        write_page(comparison_page(comparison), output)
+        _say(f"wrote {output}")
+    if as_json:
+        _print_json(comparison.values())
+    else:
+        Console().print(comparison_table(comparison))
 
 
 @app.command()

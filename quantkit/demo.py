@@ -27,6 +27,7 @@ from quantkit.evaluate.run import Progress, evaluate
 from quantkit.evaluate.suite import load_suite
 from quantkit.gates import Verdict, gate, load_policy
 from quantkit.material import PackageFile, package_file
+from quantkit.pages import write_report_page
 from quantkit.pipeline import Converted, check_space, convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
@@ -157,6 +158,7 @@ def run_demo(demo: DemoModel, base: Path, output: Path, say: Callable[[str], Non
     report = evaluate(str(output), load_suite(demo.suite), progress=progress)
     path = output / REPORTS / f"{demo.suite}.json"
     write_report(report, path)
+    write_report_page(report, str(output), path)
     return DemoResult(base, converted, report, path, gate(output, load_policy(demo.policy)))
 
 

@@ -47,10 +47,14 @@ class Report(Strict):
 
         Names may hold dots themselves, so each level takes the longest key that fits.
         """
-        found = _walk(self.metrics, path.split("."))
-        ends = found if isinstance(found, dict) else {"value": found}
-        numbers = {end: ends[end] for end in ("value", "low", "high") if end in ends}
-        return numbers if "value" in numbers and all(map(_is_number, numbers.values())) else None
+        return as_metric(_walk(self.metrics, path.split(".")))
+
+
+def as_metric(found: Any) -> dict[str, float] | None:
+    """A number, or a {value[, low, high]}, as the latter; None for anything else."""
+    ends = found if isinstance(found, dict) else {"value": found}
+    numbers = {end: ends[end] for end in ("value", "low", "high") if end in ends}
+    return numbers if "value" in numbers and all(map(_is_number, numbers.values())) else None
 
 
 def write_report(report: Report, path: Path) -> None:

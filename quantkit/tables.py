@@ -3,9 +3,13 @@
 from collections import Counter
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
+from quantkit.compare import Comparison
 from quantkit.gates import Verdict
+from quantkit.grids import comparison_grid
 from quantkit.report import Report
 
 
@@ -30,11 +34,11 @@ def inspection_tables(found: dict[str, Any]) -> list[Table]:
 
 
 def report_table(report: Report) -> Table:
-    """Every metric with its interval."""
+    """Every metric with its interval, but for the breakdown, which the page of the report shows."""
     table = Table(title=f"{report.subject.name}  {report.identity[:12]}", title_justify="left")
     for column in ("metric", "value", "95% interval"):
         table.add_column(column, justify="left" if column == "metric" else "right")
-    for path, metric in flat_metrics(report.metrics):
+    for path, metric in flat_metrics({name: value for name, value in report.metrics.items() if name != "breakdown"}):
         span = f"{metric['low']:.5g} .. {metric['high']:.5g}" if "low" in metric else ""
         table.add_row(path, f"{metric['value']:.5g}", span)
     return table
@@ -60,6 +64,19 @@ def verdict_table(verdict: Verdict) -> Table:
     for row in verdict.rows:
         style = "green" if row.outcome == "pass" else "bold red"
         table.add_row(row.check, row.limit, row.value, row.margin, f"[{style}]{row.outcome}[/]")
+    return table
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """The base and every artifact in a row. The page and --json have the intervals as well."""
+    grid = comparison_grid(comparison)
+    first = comparison.entries[0]
+    title = f"{first.manifest.source.name}, suite {first.report.suite.name}; texts: perplexity over the base's"
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for n, head in enumerate(grid.heads):
+        table.add_column(escape(head), justify="left" if n in grid.left else "right", overflow="fold")
+    for row in grid.rows:
+        table.add_row(*map(escape, row))
     return table
 
 

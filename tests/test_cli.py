@@ -24,6 +24,8 @@ from quantkit.gates import Row, Verdict, load_policy
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
+from quantkit.report import SuiteRecord
+from tests.samples import with_report
 
 Zoo = Callable[[str], Path]
 
@@ -172,10 +174,65 @@ def test_eval_writes_the_report_inside_the_artifact_and_prints_it(
 
 def test_eval_of_a_checkpoint_writes_beside_and_to_the_output_asked_for(run: Run, zoo: Zoo, suite: Path) -> None:
     assert run("eval", zoo("llama"), "--suite", suite).code == 0
-    assert [path.name for path in Path().iterdir()] == ["llama.tiny.json"]
+    assert sorted(path.name for path in Path().iterdir()) == ["llama.tiny.html", "llama.tiny.json"]
     found = run("eval", zoo("llama"), "--suite", suite, "--output", "new/mine.json", "--json")
     assert found.json["path"] == "new/mine.json"
     assert json.loads(Path("new/mine.json").read_bytes())["subject"]["kind"] == "checkpoint"
+
+
+def test_eval_writes_the_page_beside_the_report_unless_told_not_to(
+    run: Run, zoo: Zoo, suite: Path, tmp_path: Path
+) -> None:
+    run("convert", zoo("llama"), "--recipe", "rtn-g64", "--output", tmp_path / "out")
+    evals = tmp_path / "out" / "evals"
+    assert run("eval", tmp_path / "out", "--suite", suite, "--no-html").code == 0
+    assert [path.name for path in evals.iterdir()] == ["tiny.json"]
+    found = run("eval", tmp_path / "out", "--suite", suite)
+    assert f"wrote {evals / 'tiny.json'} and {evals / 'tiny.html'}" in found.err
+    assert "breakdown" not in found.out
+    page = (evals / "tiny.html").read_text(encoding="utf-8")
+    assert "Where it breaks" in page
+    assert "tiny.json was made with another suite than quick" in page
+    assert run("verify", tmp_path / "out").code == 0
+
+
+def test_report_rebuilds_the_page_from_what_stands_in_the_artifact(run: Run, artifact: Path, tmp_path: Path) -> None:
+    path = with_report(artifact, tmp_path / "measured")
+    found = run("report", path)
+    assert (found.code, found.out) == (0, "pass: smoke\n")
+    assert "✓ Pass" in (path / "evals" / "quick.html").read_text(encoding="utf-8")
+    values = run("report", path, "--policy", "release", "--output", tmp_path / "new" / "page.html", "--json")
+    assert values.json == {
+        "path": str(tmp_path / "new" / "page.html"), "verdict": "fail", "policy": "release", "reason": None,
+    }  # fmt: skip
+    assert values.code == 0, "the gate decides; the page only shows"
+    assert "✗ Fail" in (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+
+
+def test_report_takes_the_name_of_a_cut_run(run: Run, artifact: Path, tmp_path: Path) -> None:
+    path = with_report(artifact, tmp_path / "measured", suite=SuiteRecord(name="quick", sha256="0" * 64, limit=2))
+    (path / "evals" / "quick.json").rename(path / "evals" / "quick-limit2.json")
+    found = run("report", path, "--suite", "quick-limit2")
+    assert found.code == 0
+    assert found.out.startswith("not judged: ")
+    assert (path / "evals" / "quick-limit2.html").is_file()
+
+
+def test_compare_prints_one_table_one_object_and_writes_one_page(
+    run: Run, zoo: Zoo, artifact: Path, tmp_path: Path
+) -> None:
+    first = with_report(artifact, tmp_path / "first")
+    plan = make_plan(open_checkpoint(str(zoo("llama"))), load_recipe("rtn-int8"))
+    second = with_report(convert(plan, tmp_path / "made").path, tmp_path / "second")
+    table = run("compare", first, second)
+    assert (table.code, table.err) == (0, "")
+    for shown in ("llama, suite quick", "rtn-g64", "rtn-int8", "base", "wiki-en", "1.040"):
+        assert shown in table.out
+    assert max(map(len, table.out.splitlines())) <= 80
+    values = run("compare", first, second, "--json", "--output", tmp_path / "c.html")
+    assert values.code == 0
+    assert [row["label"] for row in values.json["artifacts"]] == ["rtn-g64", "rtn-int8"]
+    assert "2 artifacts of llama" in (tmp_path / "c.html").read_text(encoding="utf-8")
 
 
 def test_recipes_lists_every_shipped_one_and_prints_one_that_loads_again(run: Run) -> None:
@@ -302,6 +359,14 @@ def test_a_quantised_embedding_stands_in_the_dry_run_and_in_inspect(
         (["eval", "MODEL", "--suite", "quik"], ["quick"]),
         (["eval", "MODEL", "--limit", "0"], ["--limit 0 leaves nothing"]),
         (["eval", "MODEL", "--limit", "many"], ["--limit", "integer"]),
+        (["eval", "MODEL", "--output", "page.html"], ["page.html names the page", "JSON"]),
+        (["report", "ARTIFACT"], ["has no report of suite quick (it has: none)", "quantkit eval"]),
+        (["report", "ARTIFACT", "--suite", "nowhere/q.yaml"], ["nowhere/q.yaml does not exist"]),
+        (["report", "MODEL"], ["manifest.json does not exist"]),
+        (["compare", "ARTIFACT"], ["one artifact cannot be compared", "two or more"]),
+        (["compare", "ARTIFACT", "ARTIFACT", "--output", "c.html"], ["has no report of suite quick", "quantkit eval"]),
+        (["compare", "ARTIFACT", "MODEL"], ["has no report"]),
+        (["compare"], ["artifacts"]),
         (["recipes", "rtn-g6"], ["rtn-g64"]),
     ],
 )

@@ -82,6 +82,13 @@ def test_a_wheel_ships_every_file_of_its_data_folders(installed: Path) -> None:
         assert {name for name, content in source.items() if (shipped / name).read_bytes() != content} == set()
 
 
+def test_a_wheel_ships_the_templates_of_the_pages(installed: Path) -> None:
+    source = {path.name: path.read_bytes() for path in (REPOSITORY / "quantkit" / "templates").iterdir()}
+    assert {"report.html", "comparison.html"} <= set(source)
+    shipped = installed / "quantkit" / "templates"
+    assert {path.name: path.read_bytes() for path in shipped.iterdir()} == source
+
+
 def test_a_wheel_holds_the_package_and_nothing_beside_it(installed: Path) -> None:
     names = {path.name for path in installed.iterdir()}
     assert {name for name in names if not name.endswith(".dist-info")} == {"quantkit"}

@@ -12,7 +12,7 @@ ROOT = Path(quantkit.__file__).parent
 
 # Lowest first. Modules of one row do not import each other. A new module goes into the first row above its imports.
 LEVELS: list[list[str]] = [
-    ["errors", "types", "canonical", "data", "files", "spill"],
+    ["errors", "types", "canonical", "data", "files", "spill", "figures"],
     ["schema", "affine", "bitpack"],
     # algorithms: tensors in, tensors out. rtn, search and smoothquant stand alone; gptq uses search; awq uses both.
     ["algorithms.rtn", "algorithms.search", "algorithms.smoothquant"],
@@ -41,9 +41,11 @@ LEVELS: list[list[str]] = [
     # its evaluation and its release
     ["report", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
     ["evaluate.scoring", "evaluate.suite"],
+    ["evaluate.breakdown"],
     ["evaluate.run"],
-    ["gates", "inspection"],
-    ["tables"],
+    ["gates", "inspection", "compare"],
+    ["grids"],
+    ["tables", "pages"],
     ["demo"],
     ["schemas", "cli"],
 ]

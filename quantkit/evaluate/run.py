@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quantkit.artifact import verify
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, ReportError
+from quantkit.evaluate.breakdown import breakdown, read_part
 from quantkit.evaluate.loader import is_artifact, load_artifact, load_checkpoint
 from quantkit.evaluate.protocol import Windows, load_windows, protocol_hash, protocol_record
 from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows
@@ -65,6 +66,9 @@ def evaluate(
     expected = None if beside is None else beside.load(subject.dtype)
     progress(sum(len(part.ids) for part in windows.values()))
     scores = {key: score_windows(subject, part.ids, expected, lambda: progress(None)) for key, part in windows.items()}
+    metrics = _metrics(limited, scores, beside is not None)
+    if beside is not None:
+        metrics["breakdown"] = _breakdown(limited, scores, windows, tokenizer)
     record = protocol_record(windows, subject.dtype, {"resamples": RESAMPLES, "seed": SEED})
     return Report(
         schema_version=REPORT_VERSION,
@@ -74,7 +78,7 @@ def evaluate(
         suite=SuiteRecord(name=suite.name, sha256=suite.sha256, limit=None if limited == suite else limit),
         protocol=protocol_hash(record),
         protocol_record=record,
-        metrics=_metrics(limited, scores, beside is not None),
+        metrics=metrics,
         notes=notes,
         run=_run(started, windows),
     )
@@ -160,6 +164,24 @@ def _metrics(suite: Suite, scores: dict[str, Scores], with_reference: bool) -> d
     if suite.fidelity is not None and with_reference:
         metrics["fidelity"] = fidelity_metrics(scores[_fidelity_key(suite)])
     return metrics
+
+
+def _breakdown(
+    suite: Suite, scores: dict[str, Scores], windows: dict[str, Windows], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """Where it breaks, over every text once: in its windows for perplexity, where it has other ones for fidelity."""
+    keys = {corpus.text: corpus.text for corpus in suite.perplexity}
+    if suite.fidelity is not None:
+        keys.setdefault(suite.fidelity.text, _fidelity_key(suite))
+    special = frozenset(tokenizer.all_special_ids)
+    return breakdown(
+        [
+            read_part(
+                text, windows[key].rules["language"], scores[key], windows[key].ids.tolist(), tokenizer.decode, special
+            )
+            for text, key in keys.items()
+        ]
+    )
 
 
 def _run(started: float, windows: dict[str, Windows]) -> dict[str, Any]:

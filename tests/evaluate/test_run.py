@@ -237,6 +237,38 @@ def test_a_reference_with_another_tokenizer_is_refused(zoo: Zoo, suite: Suite, t
         evaluate(str(zoo("llama")), suite, reference=str(other))
 
 
+# Where it breaks
+
+
+def test_the_breakdown_covers_every_text_once_and_can_be_addressed_by_a_policy(home: Path, text: str) -> None:
+    other = Path(text).with_name("other.txt")
+    other.write_text("Pressure 42 bar, 7 valves. " * 20)
+    suite = Suite(
+        name="s",
+        perplexity=[{"text": text, "windows": 8, "length": 40}],
+        fidelity={"text": str(other), "windows": 3, "length": 40},
+    )
+    report = evaluate(str(home / "artifact"), suite)
+    found = report.metrics["breakdown"]
+    assert {name: group["tokens"] for name, group in found["corpus"].items()} == {text: 8 * 39, str(other): 3 * 39}
+    assert found["corpus"][str(other)]["kl_mean"] == pytest.approx(report.metrics["fidelity"]["kl_mean"], rel=0.2)
+    assert found["language"].keys() == {"und"}
+    assert report.metric("breakdown.class.cjk.kl_mean") == found["class"]["cjk"]["kl_mean"]
+    assert report.metric("breakdown.class.digits.tokens") is not None
+    assert sum(found["kl_histogram"]["counts"]) == found["all"]["tokens"] == 11 * 39
+    assert {row["corpus"] for row in found["worst_windows"]} == {text, str(other)}
+
+
+def test_a_text_scored_twice_counts_once_in_the_breakdown(home: Path, text: str) -> None:
+    corpus = {"text": text, "windows": 4, "length": 40}
+    suite = Suite(name="s", perplexity=[corpus], fidelity=corpus | {"windows": 6})
+    assert evaluate(str(home / "artifact"), suite).metrics["breakdown"]["all"]["tokens"] == 4 * 39
+
+
+def test_without_a_reference_there_is_no_breakdown(home: Path, suite: Suite) -> None:
+    assert "breakdown" not in evaluate(str(home / "source"), suite).metrics
+
+
 # What is scored
 
 

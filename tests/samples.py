@@ -1,0 +1,98 @@
+"""Reports and artifacts that are made up where measuring them would say no more."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.evaluate.breakdown import CLASSES, Part, breakdown
+from quantkit.evaluate.scoring import Scores
+from quantkit.evaluate.suite import load_suite
+from quantkit.manifest import Manifest, OutputError, read_manifest
+from quantkit.report import REPORT_VERSION, Report, Subject, SuiteRecord, write_report
+
+HOSTILE = "<script>x('y')</script>&\"$\\frac"
+
+
+def estimate(value: float, spread: float = 0.02) -> dict[str, float]:
+    return {"value": value, "low": value - spread, "high": value + spread}
+
+
+def perplexity(ratio: float) -> dict[str, Any]:
+    return {"value": estimate(20 * ratio, 1), "reference": estimate(20, 1), "ratio": estimate(ratio), "tokens": 12264}
+
+
+def sample_breakdown(name: str = "wiki-en", opening: str = "The valve opens") -> dict[str, Any]:
+    random = np.random.default_rng(0)
+    parts = []
+    for text, language in ((name, "en"), ("handbook-zh", "zh")):
+        shape = (6, 600)
+        kl = random.lognormal(-2, 1.5, shape)
+        scores = Scores(random.exponential(3, shape), random.exponential(2.8, shape), kl, kl < 0.4, np.exp(-kl))
+        openings = [f"{opening} {n}" for n in range(6)]
+        parts.append(Part(text, language, scores, random.integers(0, len(CLASSES), shape), openings))
+    return breakdown(parts)
+
+
+def sample_tasks(task: str = "quantkit_copy") -> dict[str, Any]:
+    metric = {
+        "value": estimate(0.61), "reference": estimate(0.7), "drop": estimate(0.09), "lost": 31, "gained": 4,
+    }  # fmt: skip
+    margin = {"value": estimate(0.8), "reference": estimate(1.0), "drop": estimate(0.2)}
+    languages = {"en": {"n": 150, "exact": metric}, "zh": {"n": 150, "exact": metric}}
+    return {task: {"n": 300, "exact": metric, "margin": margin, "by_language": languages}}
+
+
+def sample_metrics(ratio: float = 1.04) -> dict[str, Any]:
+    return {
+        "perplexity": {"wiki-en": perplexity(ratio), "handbook-zh": perplexity(ratio * 1.1)},
+        "fidelity": {
+            "kl_mean": estimate(ratio - 1), "kl_p99": estimate(9 * (ratio - 1)), "top1": estimate(0.9),
+            "acceptance": estimate(0.92), "tokens": 12264,
+        },
+        "tasks": sample_tasks(),
+        "breakdown": sample_breakdown(),
+    }  # fmt: skip
+
+
+def sample_report(manifest: Manifest, **changes: Any) -> Report:
+    """A report of suite `quick` that belongs to the artifact of `manifest`."""
+    texts = {
+        name: {
+            "text": name, "language": name[-2:], "text_sha256": "a" * 64, "separator": "\n\n", "bos": "none",
+            "windows": 24, "length": 512, "tokens_sha256": "b" * 64,
+        }
+        for name in ("wiki-en", "handbook-zh")
+    }  # fmt: skip
+    values: dict[str, Any] = {
+        "schema_version": REPORT_VERSION,
+        "identity": manifest.identity,
+        "subject": Subject(kind="artifact", name="artifact", identity=manifest.identity),
+        "reference": Subject(kind="checkpoint", name=manifest.source.name, identity=manifest.source_identity),
+        "suite": SuiteRecord(name="quick", sha256=load_suite("quick").sha256, limit=None),
+        "protocol": "c" * 64,
+        "protocol_record": {"version": 1, "texts": texts, "dtype": "float32"},
+        "metrics": sample_metrics(),
+        "notes": [],
+        "run": {"seconds": 61.2, "scored_tokens": 18396, "versions": {"quantkit": "0.1.0"}},
+    }
+    return Report(**values | changes)
+
+
+def with_report(artifact: Path, target: Path, **changes: Any) -> Path:
+    """A copy of an artifact with a made-up report of suite `quick` inside."""
+    path = shutil.copytree(artifact, target)
+    write_report(sample_report(read_manifest(path), **changes), path / "evals" / "quick.json")
+    return path
+
+
+def with_output_errors(manifest: Manifest) -> Manifest:
+    """The manifest as a calibrated recipe would leave it: layers know the error of their output."""
+    layers = [
+        layer.model_copy(
+            update={"output_error": OutputError(before=0.004 * (n + 1), after=0.001 * (n + 1)), "tokens": 999}
+        )
+        for n, layer in enumerate(manifest.layers)
+    ]
+    return manifest.model_copy(update={"layers": layers})
