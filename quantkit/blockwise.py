@@ -39,7 +39,8 @@ _PROOF_TOKENS = 32
 class _Block:
     """One live block at work. layers, stats: by name in the block; stats change as folds move scales.
 
-    size, before: of each layer as the source has it, the squared output and its squared error rounded to nearest.
+    size: of each layer, the squared output. before: the squared error of it as the source has it, rounded to nearest,
+    over that output.
     """
 
     name: str
@@ -53,8 +54,8 @@ class _Block:
         for part, stats in self.stats.items():
             weight = self.weight(part)
             nearest = dequantize(rtn_quantize(weight, self.layers[part].scheme))
-            self.size[part] = _squared(weight, stats)
-            self.before[part] = _squared(weight - nearest, stats)
+            self.size[part] = _squared(weight, stats) or 1.0
+            self.before[part] = _squared(weight - nearest, stats) / self.size[part]
 
     def weight(self, name: str) -> torch.Tensor:
         weight = self.module.get_submodule(name).weight
@@ -192,6 +193,9 @@ class _Folding:
             moved = stats.scaled(factors)
             for consumer in site.consumers:
                 work.stats[consumer] = moved
+            if site.producer in work.layers:
+                # Its rows, and so its outputs, were divided: errors are relative to what it puts out now.
+                work.size[site.producer] = _squared(work.weight(site.producer), work.stats[site.producer]) or 1.0
         return used
 
     def _record(self, work: _Block, site: FoldSite, used: list[dict[str, str | float]], reason: str | None) -> None:
@@ -294,10 +298,8 @@ def _write(plan: Plan, work: _Block, chosen: dict[str, Chosen], sink: Sink) -> N
         weight = work.weight(part)
         stats = work.stats[part]
         rounded = dequantize(chosen[part].tensor)
-        size = work.size[part] or 1.0
-        error = OutputError(
-            before=_digits(work.before[part] / size), after=_digits(_squared(weight - rounded, stats) / size)
-        )
+        after = _squared(weight - rounded, stats) / work.size[part]
+        error = OutputError(before=_digits(work.before[part]), after=_digits(after))
         stored = sink.layer(layer, weight, chosen[part], passes, error, stats.tokens)
         if (raised := chosen[part].raised) is not None:
             sink.fallbacks.append(FallbackRecord(layer=layer.name, kind="damping", detail=raised))
