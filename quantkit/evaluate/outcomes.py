@@ -103,7 +103,7 @@ def _metric(draws: Draws, rule: Rule, items: list[Any], reference: list[Any] | N
 
 
 def _margin(draws: Draws, options: list[list[float]], reference: list[list[float]] | None) -> dict[str, Any]:
-    """value, and with a reference: reference, ratio and kept.
+    """value, and with a reference: reference, drop, ratio and kept.
 
     A model's margin is the score of its best option minus that of the next, so it is never negative. `kept` follows the
     option that the reference holds best: its score minus that of the best other one, negative where the artifact
@@ -116,6 +116,7 @@ def _margin(draws: Draws, options: list[list[float]], reference: list[list[float
     expected = np.array([_lead(scores, _best(scores)) for scores in reference])
     held = np.array([_lead(scores, _best(before)) for scores, before in zip(options, reference, strict=True)])
     found["reference"] = estimate(draws, lambda rows: float(expected[rows].mean()))
+    found["drop"] = estimate(draws, lambda rows: float(expected[rows].mean() - own[rows].mean()))
     if expected.min() > 0:  # else a resample may divide by zero
         found["ratio"] = estimate(draws, lambda rows: float(own[rows].mean() / expected[rows].mean()))
         found["kept"] = estimate(draws, lambda rows: float(held[rows].mean() / expected[rows].mean()))

@@ -102,6 +102,7 @@ def test_a_margin_is_the_best_options_lead_over_the_next() -> None:
     margin = task_metrics(outcome(packed, acc=[1, 0]), outcome(base, acc=[1, 1]), {"acc": UP}, {})["margin"]
     assert margin["value"]["value"] == pytest.approx(0.7)
     assert margin["reference"]["value"] == pytest.approx(1.25)
+    assert margin["drop"]["value"] == pytest.approx(0.55)
     assert margin["ratio"]["value"] == pytest.approx(0.56)
     # The option that the base holds best: ahead by 1, then behind by 0.4.
     assert margin["kept"]["value"] == pytest.approx(0.3 / 1.25)
@@ -115,7 +116,7 @@ def test_a_model_beside_itself_keeps_its_margin() -> None:
 
 def test_a_tie_of_the_reference_makes_no_ratio() -> None:
     margin = task_metrics(outcome([[-1.0, -2.0]]), outcome([[-1.0, -1.0]]), {}, {})["margin"]
-    assert margin.keys() == {"value", "reference"}
+    assert margin.keys() == {"value", "reference", "drop"}
 
 
 # Parts

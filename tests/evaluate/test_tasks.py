@@ -70,6 +70,17 @@ metric_list:
   - {metric: size, aggregation: mean, higher_is_better: false}
   - {metric: text, aggregation: !function data.nothing, higher_is_better: true}
 """
+ROLLING = """
+task: tiny_rolling
+custom_dataset: !function data.load
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{ question * 9 }}"
+metric_list:
+  - {metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}
+  - {metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}
+"""
 ITEMS = [
     {
         "question": f"Valve {n} opens at",
@@ -87,6 +98,7 @@ def write_tasks(folder: Path, items: list[dict[str, Any]] = ITEMS) -> Path:
     (folder / "data.py").write_text(DATA)
     (folder / "choice.yaml").write_text(CHOICE)
     (folder / "write.yaml").write_text(WRITE)
+    (folder / "rolling.yaml").write_text(ROLLING)
     return folder
 
 
@@ -108,7 +120,7 @@ def suite(home: Path, *entries: Any) -> Suite:
 
 @pytest.fixture(scope="module")
 def report(home: Path) -> Report:
-    return evaluate(str(home / "artifact"), suite(home, "choice.yaml", "write.yaml"))
+    return evaluate(str(home / "artifact"), suite(home, "choice.yaml", "write.yaml", "rolling.yaml"))
 
 
 def scores_through_transformers(path: Path) -> list[list[float]]:
@@ -181,7 +193,7 @@ def test_a_task_may_name_other_parts_and_documents_may_lack_a_language(zoo: Zoo,
 
 
 def test_without_a_reference_only_values_are_reported(home: Path, zoo: Zoo, report: Report) -> None:
-    alone = evaluate(str(zoo("qwen2")), suite(home, "choice.yaml", "write.yaml"))
+    alone = evaluate(str(zoo("qwen2")), suite(home, "choice.yaml", "write.yaml", "rolling.yaml"))
     for name, metric in (("tiny_choice", "acc"), ("tiny_choice", "margin"), ("tiny_write", "digits")):
         found = alone.metrics["tasks"][name][metric]
         assert found == {"value": report.metrics["tasks"][name][metric]["reference"]}
@@ -189,7 +201,7 @@ def test_without_a_reference_only_values_are_reported(home: Path, zoo: Zoo, repo
 
 
 def test_two_evaluations_find_the_same(home: Path, report: Report) -> None:
-    again = evaluate(str(home / "artifact"), suite(home, "choice.yaml", "write.yaml"))
+    again = evaluate(str(home / "artifact"), suite(home, "choice.yaml", "write.yaml", "rolling.yaml"))
     assert (again.metrics, again.protocol) == (report.metrics, report.protocol)
 
 
@@ -214,6 +226,7 @@ def test_several_filters_keep_their_names(home: Path, zoo: Zoo, tmp_path: Path) 
 # The peer: lm-eval's own loader of the same directory
 
 
+@pytest.mark.filterwarnings("ignore:You passed `quantization_config`")
 def test_lm_evals_own_model_finds_the_same_on_the_artifact(home: Path, report: Report) -> None:
     from lm_eval.evaluator import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -221,7 +234,7 @@ def test_lm_evals_own_model_finds_the_same_on_the_artifact(home: Path, report: R
     peer = simple_evaluate(
         model="hf",
         model_args={"pretrained": str(home / "artifact"), "dtype": "float32"},
-        tasks=[str(home / "tasks" / name) for name in ("choice.yaml", "write.yaml")],
+        tasks=[str(home / "tasks" / name) for name in ("choice.yaml", "write.yaml", "rolling.yaml")],
         batch_size=16,
         device="cpu",
         bootstrap_iters=0,
@@ -231,6 +244,11 @@ def test_lm_evals_own_model_finds_the_same_on_the_artifact(home: Path, report: R
         for metric in metrics:
             expected = peer["results"][name][f"{metric},none"]
             assert report.metrics["tasks"][name][metric]["value"]["value"] == pytest.approx(expected, abs=1e-12)
+    for metric in ("word_perplexity", "bits_per_byte"):
+        found = report.metrics["tasks"]["tiny_rolling"][metric]
+        assert found["value"]["value"] == pytest.approx(peer["results"]["tiny_rolling"][f"{metric},none"], rel=1e-5)
+        assert found["drop"]["value"] == pytest.approx(found["value"]["value"] - found["reference"]["value"])
+        assert found["value"]["low"] < found["value"]["high"]
     scores = [[score for score, _ in sample["filtered_resps"]] for sample in peer["samples"]["tiny_choice"]]
     leads = [sorted(row)[-1] - sorted(row)[-2] for row in scores]
     assert report.metrics["tasks"]["tiny_choice"]["margin"]["value"]["value"] == pytest.approx(
@@ -364,7 +382,7 @@ def test_progress_counts_every_answer_of_both_models(home: Path) -> None:
 
 
 def test_a_gate_bounds_drops_flips_and_margins(home: Path, report: Report, tmp_path: Path) -> None:
-    chosen = suite(home, "choice.yaml", "write.yaml")
+    chosen = suite(home, "choice.yaml", "write.yaml", "rolling.yaml")
     path = tmp_path / "s.yaml"
     path.write_text(json.dumps(chosen.model_dump(mode="json")))
     write_report(report, home / "artifact" / "evals" / "s.json")
