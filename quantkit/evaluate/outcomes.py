@@ -68,10 +68,12 @@ def task_metrics(
 
 
 def _metrics(outcome: Outcome, reference: Outcome | None, rules: Mapping[str, Rule]) -> dict[str, Any]:
-    metrics: dict[str, Any] = {"n": len(outcome.documents)}
-    draws = draw(len(outcome.documents))
+    size = len(outcome.documents)
+    metrics: dict[str, Any] = {"n": size}
+    draws = draw(size)
     for name, rule in rules.items():
-        found = _metric(draws, rule, outcome.items[name], None if reference is None else reference.items[name])
+        before = None if reference is None else reference.items.get(name, [None] * size)
+        found = _metric(draws, rule, outcome.items[name], before)
         if found:
             metrics[name] = found
     if outcome.options is not None:

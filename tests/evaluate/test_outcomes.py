@@ -84,6 +84,11 @@ def test_documents_without_the_metric_are_left_out_of_it() -> None:
     assert found == {"value": {"value": pytest.approx(2 / 3)}}
 
 
+def test_a_metric_that_the_reference_never_has_is_a_value_alone() -> None:
+    found = task_metrics(outcome(acc=[1, 0]), outcome(other=[1, 0]), {"acc": UP}, {})["acc"]
+    assert found == {"value": {"value": 0.5}}
+
+
 @pytest.mark.parametrize("items", [[-1000.0, -900.0], [float("nan"), 1.0], ["text", "more"]])
 def test_what_is_no_finite_number_is_no_metric(items: list[Any]) -> None:
     assert "ppl" not in task_metrics(outcome(ppl=items), None, {"ppl": Rule(perplexity, False)}, {})
