@@ -92,13 +92,15 @@ def evaluate_command(
     model: Annotated[str, typer.Argument(help="Artifact directory, or an unquantised model.")],
     suite: Annotated[str, typer.Option(help="Name of a shipped suite, or a path.")] = "quick",
     reference: Annotated[str | None, typer.Option(help="Model to compare with; default the artifact's source.")] = None,
-    limit: Annotated[int | None, typer.Option(help="At most N windows a text; the report cannot pass a gate.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="At most N windows a text and documents a task, for a look; no gate takes it.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Report file; default ARTIFACT/evals/SUITE.json.")] = None,
     html: Annotated[bool, typer.Option("--html/--no-html", help="Also write the report as a page beside it.")] = True,
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Measure the exact packed file: perplexity, and fidelity to the original."""
+    """Measure the exact packed file: perplexity, fidelity to the original, and tasks."""
     from quantkit.artifact import REPORTS
     from quantkit.evaluate.loader import is_artifact
     from quantkit.evaluate.run import evaluate
@@ -285,6 +287,7 @@ def main() -> None:
     """Entry point: typed errors become one line on stderr and their exit code."""
     # Weights and text come from where the user points; nothing phones home.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    os.environ.setdefault("HF_UPDATE_DOWNLOAD_COUNTS", "0")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Before torch loads: threads that spin while they wait are several times slower on a machine that is not idle.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -345,7 +348,7 @@ def _show(found: dict[str, Any], as_json: bool) -> None:
 
 @contextmanager
 def _windows_bar() -> Iterator[Any]:
-    """A progress callback for evaluation: called with the total once, then with None after each window."""
+    """A progress callback for evaluation: called with the total once, then with None after each window and answer."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=_messages)
     task = bar.add_task("evaluating", total=None)

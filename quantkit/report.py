@@ -21,7 +21,7 @@ class Subject(Strict):
 
 
 class SuiteRecord(Strict):
-    """The suite by name and hash; limit: windows a text that `--limit` left, or null for the whole suite."""
+    """The suite by name and hash; limit: windows a text and documents a task that `--limit` left, or null for all."""
 
     name: str
     sha256: str

@@ -34,11 +34,13 @@ def inspection_tables(found: dict[str, Any]) -> list[Table]:
 
 
 def report_table(report: Report) -> Table:
-    """Every metric with its interval, but for the breakdown, which the page of the report shows."""
+    """Every metric with its interval, but for the breakdown and the parts of tasks, which the page shows."""
     table = Table(title=f"{report.subject.name}  {report.identity[:12]}", title_justify="left")
     for column in ("metric", "value", "95% interval"):
         table.add_column(column, justify="left" if column == "metric" else "right")
     for path, metric in flat_metrics({name: value for name, value in report.metrics.items() if name != "breakdown"}):
+        if ".by_" in path:
+            continue
         span = f"{metric['low']:.5g} .. {metric['high']:.5g}" if "low" in metric else ""
         table.add_row(path, f"{metric['value']:.5g}", span)
     return table

@@ -14,7 +14,17 @@ from quantkit import data
 from quantkit.data import data_dir, shipped_names
 
 REPOSITORY = Path(__file__).parents[1]
-KINDS = ["recipes", "calib", "calib/texts", "evals", "evals/suites", "evals/policies", "evals/texts", "manifests"]
+KINDS = [
+    "recipes",
+    "calib",
+    "calib/texts",
+    "evals",
+    "evals/suites",
+    "evals/policies",
+    "evals/tasks",
+    "evals/texts",
+    "manifests",
+]
 
 PROBE = """
 import json, quantkit
@@ -75,7 +85,7 @@ def test_a_wheel_ships_every_file_of_its_data_folders(installed: Path) -> None:
         source = {
             path.relative_to(REPOSITORY): path.read_bytes()
             for path in (REPOSITORY / kind).rglob("*")
-            if path.suffix in {".yaml", ".json", ".txt", ".jsonl"}
+            if path.suffix in {".yaml", ".json", ".txt", ".jsonl", ".py"}
         }
         assert source
         shipped = installed / "quantkit" / "_data"

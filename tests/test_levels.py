@@ -40,8 +40,8 @@ LEVELS: list[list[str]] = [
     ["pipeline"],
     # its evaluation and its release
     ["report", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
-    ["evaluate.scoring", "evaluate.suite"],
-    ["evaluate.breakdown"],
+    ["evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
+    ["evaluate.breakdown", "evaluate.tasks"],
     ["evaluate.run"],
     ["gates", "inspection", "compare"],
     ["grids"],

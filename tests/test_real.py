@@ -17,6 +17,8 @@ from quantkit.errors import TextError
 from quantkit.evaluate.loader import load_artifact, load_checkpoint
 from quantkit.evaluate.protocol import Windows, load_windows
 from quantkit.evaluate.scoring import perplexity_metrics, score_windows
+from quantkit.evaluate.suite import TaskEntry
+from quantkit.evaluate.tasks import load_tasks, run_tasks
 from quantkit.material import package_file
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
@@ -142,3 +144,19 @@ def test_the_shipped_chat_set_fills_its_shares_with_the_markers_of_the_template(
     text = render(chat, tokenizer)
     ids = tokenizer(text.joined, add_special_tokens=False)["input_ids"]
     assert ids.count(marker) == text.joined.count("<|im_start|>")
+
+
+def test_the_base_does_a_task_that_two_bits_fail(
+    base: Path, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    source = open_checkpoint(str(base))
+    recipe = load_recipe("rtn-g64", ["weights.bits=2"])
+    convert(make_plan(source, recipe), tmp_path / "two")
+    tasks = load_tasks([TaskEntry(name="quantkit_json_schema", limit=16)], source)
+    valid = {}
+    for name, model in (("base", load_checkpoint(source)), ("two bits", load_artifact(tmp_path / "two"))):
+        outcome = run_tasks(model.eval(), source, source.tokenizer(), tasks)["quantkit_json_schema"]
+        valid[name] = sum(outcome.items["valid"])
+        record_property(f"valid entries of 16, {name}", valid[name])
+    assert valid["base"] >= 8
+    assert valid["two bits"] == 0

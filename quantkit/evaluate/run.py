@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,7 +24,10 @@ from quantkit.pipeline import peak_resident_bytes, source_files
 from quantkit.report import REPORT_VERSION, Report, Subject, SuiteRecord
 from quantkit.schema import read_json
 
-# Told the total number of windows once, then called after each.
+if TYPE_CHECKING:
+    from quantkit.evaluate.tasks import LoadedTask
+
+# Told the total number of windows and answers once, then called after each.
 Progress = Callable[[int | None], None]
 
 
@@ -62,14 +65,21 @@ def evaluate(
     windows = {key: load_windows(c.text, tokenizer, c.windows, c.length, suite.bos) for key, c in corpora.items()}
     if beside is not None:
         _check_vocabulary(opened, beside)
+    tasks = _load_tasks(limited, opened.checkpoint)
     subject = opened.load(None)
     expected = None if beside is None else beside.load(subject.dtype)
-    progress(sum(len(part.ids) for part in windows.values()))
+    answers = sum(task.requests for task in tasks) * (1 if beside is None else 2)
+    progress(sum(len(part.ids) for part in windows.values()) + answers)
     scores = {key: score_windows(subject, part.ids, expected, lambda: progress(None)) for key, part in windows.items()}
     metrics = _metrics(limited, scores, beside is not None)
     if beside is not None:
         metrics["breakdown"] = _breakdown(limited, scores, windows, tokenizer)
     record = protocol_record(windows, subject.dtype, {"resamples": RESAMPLES, "seed": SEED})
+    if tasks:
+        models = [(subject, opened.checkpoint)]
+        if beside is not None and expected is not None:
+            models.append((expected, beside.checkpoint))
+        notes += _measure_tasks(tasks, models, metrics, record, lambda: progress(None))
     return Report(
         schema_version=REPORT_VERSION,
         identity=opened.subject.identity,
@@ -80,7 +90,7 @@ def evaluate(
         protocol_record=record,
         metrics=metrics,
         notes=notes,
-        run=_run(started, windows),
+        run=_run(started, windows) | ({"task_answers": answers} if tasks else {}),
     )
 
 
@@ -182,6 +192,32 @@ def _breakdown(
             for text, key in keys.items()
         ]
     )
+
+
+def _load_tasks(suite: Suite, checkpoint: Checkpoint) -> list["LoadedTask"]:
+    """The tasks of the suite with their data. lm-eval takes seconds to import, so it waits until there are any."""
+    if not suite.tasks:
+        return []
+    from quantkit.evaluate.tasks import load_tasks
+
+    return load_tasks(suite.task_entries, checkpoint)
+
+
+def _measure_tasks(
+    tasks: list["LoadedTask"],
+    models: list[tuple[PreTrainedModel, Checkpoint]],
+    metrics: dict[str, Any],
+    record: dict[str, Any],
+    tick: Callable[[], None],
+) -> list[str]:
+    """Add the tasks to metrics and protocol record. models: the subject, then the reference. Returns notes."""
+    from quantkit.evaluate.tasks import run_tasks, tasks_metrics, tasks_record
+
+    tokenizer = models[0][1].tokenizer()  # one for both, as for the windows; lm-eval may give it a padding token
+    outcomes = [run_tasks(model, checkpoint, tokenizer, tasks, tick) for model, checkpoint in models]
+    metrics["tasks"], notes = tasks_metrics(tasks, outcomes[0], outcomes[1] if len(outcomes) > 1 else None)
+    record |= tasks_record(tasks)
+    return notes
 
 
 def _run(started: float, windows: dict[str, Windows]) -> dict[str, Any]:

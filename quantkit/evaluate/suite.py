@@ -1,4 +1,4 @@
-"""Suites: which texts are scored, in how many windows of what length."""
+"""Suites: which texts are scored, in how many windows of what length, and which tasks are done."""
 
 from typing import Annotated
 
@@ -18,14 +18,26 @@ class Corpus(Strict):
     length: Annotated[int, Field(ge=2)]
 
 
+class TaskEntry(Strict):
+    """An lm-eval task, by its name or the path of its YAML.
+
+    limit: only the first so many documents. num_fewshot: examples in each prompt, where the task leaves that open.
+    """
+
+    name: str
+    limit: Annotated[int, Field(ge=1)] | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+
+
 class Suite(Strict):
-    """A whole suite. A text that stands in both lists with the same windows is scored once."""
+    """A whole suite. A text in both lists with the same windows is scored once; a task may be just a name."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     description: str = ""
     bos: BosRule = "auto"
     perplexity: Annotated[list[Corpus], Field(min_length=1)]
     fidelity: Corpus | None = None
+    tasks: list[str | TaskEntry] = []
 
     @model_validator(mode="after")
     def _texts_are_named_once(self) -> "Suite":
@@ -34,12 +46,24 @@ class Suite(Strict):
             raise ValueError("perplexity: a text stands twice")
         return self
 
+    @model_validator(mode="after")
+    def _tasks_are_named_once(self) -> "Suite":
+        names = [entry.name for entry in self.task_entries]
+        if len(set(names)) != len(names):
+            raise ValueError("tasks: a task stands twice")
+        return self
+
+    @property
+    def task_entries(self) -> list[TaskEntry]:
+        return [entry if isinstance(entry, TaskEntry) else TaskEntry(name=entry) for entry in self.tasks]
+
     @property
     def sha256(self) -> str:
-        return sha256_json(self.model_dump(mode="json"))
+        # A suite without tasks keeps the hash that it had before there were any, and so do the reports made with it.
+        return sha256_json(self.model_dump(mode="json", exclude=None if self.tasks else {"tasks"}))
 
     def limited(self, limit: int | None) -> "Suite":
-        """The suite with at most `limit` windows a text. Raises UsageError for a limit below one."""
+        """At most `limit` windows of each text and documents of each task. Raises UsageError for a limit below one."""
         if limit is None:
             return self
         if limit < 1:
@@ -47,6 +71,10 @@ class Suite(Strict):
         values = self.model_dump()
         for corpus in [*values["perplexity"], *([values["fidelity"]] if values["fidelity"] else [])]:
             corpus["windows"] = min(corpus["windows"], limit)
+        values["tasks"] = [
+            entry.model_copy(update={"limit": min(entry.limit or limit, limit)}).model_dump()
+            for entry in self.task_entries
+        ]
         return Suite(**values)
 
 

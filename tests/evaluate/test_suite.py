@@ -41,6 +41,37 @@ def test_a_limit_cuts_every_text_and_never_adds_windows() -> None:
     assert [corpus.windows for corpus in suite.perplexity] == [12, 2]
 
 
+def test_a_task_is_a_name_or_a_name_with_settings(tmp_path: Path) -> None:
+    body = (
+        "perplexity: [{text: a, windows: 1, length: 64}]\ntasks: [arc_easy, {name: own.yaml, limit: 9, num_fewshot: 2}]"
+    )
+    first, second = load_suite(write(tmp_path, f"name: mine\n{body}\n")).task_entries
+    assert (first.name, first.limit, first.num_fewshot) == ("arc_easy", None, None)
+    assert (second.name, second.limit, second.num_fewshot) == ("own.yaml", 9, 2)
+
+
+def test_a_limit_cuts_every_task_and_keeps_its_examples() -> None:
+    suite = Suite(name="s", perplexity=[CORPUS], tasks=["a", {"name": "b", "limit": 2, "num_fewshot": 3}])
+    limited = suite.limited(5)
+    assert [(entry.limit, entry.num_fewshot) for entry in limited.task_entries] == [(5, None), (2, 3)]
+    cut = Suite(name="s", perplexity=[{**CORPUS, "windows": 2}], tasks=[{"name": "b", "limit": 2}])
+    assert cut.limited(5) == cut
+
+
+def test_tasks_are_part_of_the_hash_and_their_absence_changes_none() -> None:
+    plain = Suite(name="s", perplexity=[CORPUS])
+    assert Suite(name="s", perplexity=[CORPUS], tasks=[]).sha256 == plain.sha256
+    some = [
+        plain,
+        *(Suite(name="s", perplexity=[CORPUS], tasks=tasks) for tasks in (["a"], [{"name": "a", "limit": 3}])),
+    ]
+    assert len({suite.sha256 for suite in some}) == 3
+
+
+def test_the_hash_of_quick_is_that_of_the_reports_made_before_there_were_tasks() -> None:
+    assert load_suite("quick").sha256 == "974bac38e0853530851f2d105b4f5453e67e1e1b275108482e4b4070fcc7c002"
+
+
 @pytest.mark.parametrize("limit", [0, -1])
 def test_a_limit_that_leaves_nothing_is_an_error(limit: int) -> None:
     with pytest.raises(UsageError, match="leaves nothing"):
@@ -70,6 +101,10 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
         "perplexity: [{text: a, windows: 1, length: 64}, {text: a, windows: 2, length: 64}]",
         "perplexity: [{text: a, windows: 1, length: 64}]\nbos: sometimes",
         "fidelity: {text: a, windows: 1, length: 64}",
+        "perplexity: [{text: a, windows: 1, length: 64}]\ntasks: [a, {name: a, limit: 3}]",
+        "perplexity: [{text: a, windows: 1, length: 64}]\ntasks: [{name: a, limit: 0}]",
+        "perplexity: [{text: a, windows: 1, length: 64}]\ntasks: [{name: a, num_fewshot: -1}]",
+        "perplexity: [{text: a, windows: 1, length: 64}]\ntasks: [7]",
         "perplexity: [{text: a, windows: 1, length: 64}]\nperplexity: []",
     ],
 )

@@ -1,0 +1,363 @@
+"""lm-eval's tasks on the loaded object: found, loaded with their data, and run through lm-eval's own evaluator.
+
+Everything that can be known without a model is settled first: which tasks, their documents, every prompt. The model is
+then asked for exactly these, and so is the reference.
+"""
+
+import contextlib
+import difflib
+import inspect
+import logging
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import lm_eval.api.task
+import numpy as np
+import torch
+from lm_eval.api.metrics import mean
+from lm_eval.evaluator import evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import resolve_max_length
+from lm_eval.tasks import TaskManager
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from quantkit.canonical import sha256_file, sha256_json
+from quantkit.checkpoint import Checkpoint
+from quantkit.data import data_dir
+from quantkit.errors import NumericsError, QuantkitError, TaskError
+from quantkit.evaluate.outcomes import Outcome, Rule, task_metrics
+from quantkit.evaluate.suite import TaskEntry
+
+# lm-eval's defaults, so that its own command line asks the same.
+_RANDOM_SEED, _SEED = 0, 1234
+# Largest batch, and the most tokens in one: scoring holds the logits of every position, generating those of the last.
+_ROWS = 16
+_TOKENS = {"loglikelihood": 2048, "loglikelihood_rolling": 2048, "generate_until": 16384}
+# Field of a document by whose values the metrics are also reported apart, where its task names no others.
+_PARTS = ("language",)
+
+
+@dataclass(frozen=True)
+class LoadedTask:
+    """A task with its documents and prompts.
+
+    requests: questions to the model, several a document where it chooses. batch: how many it answers at a time. cut:
+    prompts that are longer than the model's context, of which lm-eval drops the beginning. rules: what enters the
+    protocol.
+    """
+
+    name: str
+    task: Any
+    limit: int | None
+    requests: int
+    batch: int
+    cut: int
+    rules: dict[str, Any]
+
+
+class LoadedModel(HFLM):  # type: ignore[misc]
+    """lm-eval's view of a model that is loaded already, without bars of its own."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: int) -> None:
+        # lm-eval ties embeddings whatever the file held; the loader has tied what is to be tied.
+        vars(model)["tie_weights"] = lambda: None
+        try:
+            super().__init__(
+                pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch, softmax_dtype=torch.float32
+            )
+        finally:
+            del vars(model)["tie_weights"]
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> Any:  # noqa: ARG002
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> Any:  # noqa: ARG002
+        return super().loglikelihood_rolling(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = True, **options: Any) -> Any:  # noqa: ARG002
+        return super()._loglikelihood_tokens(requests, disable_tqdm=True, **options)
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> Any:  # noqa: ARG002
+        return super().generate_until(requests, disable_tqdm=True)
+
+
+class _Ticks:
+    """What lm-eval tells each answer, in place of its cache."""
+
+    def __init__(self, tick: Callable[[], None]) -> None:
+        self.tick = tick
+
+    def add_partial(self, *_: Any) -> None:
+        self.tick()
+
+
+def load_tasks(entries: Sequence[TaskEntry], checkpoint: Checkpoint) -> list[LoadedTask]:
+    """The tasks of a suite with their data; a group gives all of its tasks.
+
+    Raises TaskError: a name that is not known, data that cannot be had, a task that quantkit does not run; TextError
+    where the package with the data cannot be fetched.
+    """
+    tokenizer = checkpoint.tokenizer()
+    length = resolve_max_length(checkpoint.config, tokenizer)
+    with _quiet_lm_eval(), _seeded():
+        manager = _manager([entry.name for entry in entries])
+        found = [loaded for entry in entries for loaded in _load_entry(manager, entry, tokenizer, length)]
+    names = [loaded.name for loaded in found]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice:
+        raise TaskError(f"task {twice} comes from two entries of the suite", "name it, or its group, once")
+    return found
+
+
+def run_tasks(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Sequence[LoadedTask],
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, Outcome]:
+    """What `model` does on each task. tick: called after each answer.
+
+    checkpoint: where the model's generation defaults are. Raises TaskError where lm-eval cannot run a task.
+    """
+    defaults = checkpoint.directory / "generation_config.json"
+    if defaults.is_file():  # as whoever loads the directory will generate
+        model.generation_config = GenerationConfig.from_pretrained(checkpoint.directory)
+    with _quiet_lm_eval():
+        return {loaded.name: _run(model, tokenizer, loaded, tick) for loaded in tasks}
+
+
+def tasks_record(tasks: Sequence[LoadedTask]) -> dict[str, Any]:
+    """What enters the protocol: lm-eval's version, and for each task its configuration, documents and prompts."""
+    return {"lm_eval": version("lm_eval"), "tasks": {loaded.name: loaded.rules for loaded in tasks}}
+
+
+def tasks_metrics(
+    tasks: Sequence[LoadedTask], outcomes: Mapping[str, Outcome], reference: Mapping[str, Outcome] | None
+) -> tuple[dict[str, Any], list[str]]:
+    """The metrics of every task by its name, and notes on prompts that were cut and metrics that are no number."""
+    metrics: dict[str, Any] = {}
+    notes = []
+    for loaded in tasks:
+        outcome = outcomes[loaded.name]
+        beside = None if reference is None else reference[loaded.name]
+        rules = _rules(loaded.task, outcome)
+        metrics[loaded.name] = task_metrics(outcome, beside, rules, _parts(loaded))
+        if loaded.cut:
+            notes.append(f"task {loaded.name}: {loaded.cut} prompts exceed the model's context and lost their start")
+        lost = [name for name in rules if name not in metrics[loaded.name]]
+        if lost:
+            notes.append(f"task {loaded.name}: {', '.join(lost)} left out, not a finite number")
+    return metrics, notes
+
+
+def _manager(names: Sequence[str]) -> TaskManager:
+    """An index that knows all names: our own tasks, and where that is not enough lm-eval's, which takes a while."""
+    ours = str(data_dir("evals") / "tasks")
+    manager = TaskManager(include_path=ours, include_defaults=False)
+    if any(name not in manager.all_tasks and not _is_path(name) for name in names):
+        manager = TaskManager(include_path=ours)
+    return manager
+
+
+def _is_path(name: str) -> bool:
+    return Path(name).suffix in {".yaml", ".yml"}
+
+
+def _load_entry(
+    manager: TaskManager, entry: TaskEntry, tokenizer: PreTrainedTokenizerBase, length: int
+) -> list[LoadedTask]:
+    if _is_path(entry.name) and not Path(entry.name).is_file():
+        raise TaskError(f"task file {entry.name} does not exist", "give an lm-eval YAML file, or the name of a task")
+    if not _is_path(entry.name) and entry.name not in manager.all_tasks:
+        near = difflib.get_close_matches(entry.name, manager.all_tasks, n=3)
+        action = f"use {' or '.join(near)}" if near else "see `lm-eval ls tasks` for the names"
+        raise TaskError(f"no task is named {entry.name!r}", action)
+    try:
+        tasks = manager.load([entry.name])["tasks"]
+        return [_prepare(name, task, entry, tokenizer, length) for name, task in sorted(tasks.items())]
+    except QuantkitError:
+        raise
+    except Exception as error:  # the library, and every task's own code, raise almost anything here
+        raise TaskError(
+            f"task {entry.name} cannot be loaded ({_reason(error)})",
+            "check the network, or use a task whose data is local",
+        ) from None
+
+
+def _prepare(name: str, task: Any, entry: TaskEntry, tokenizer: PreTrainedTokenizerBase, length: int) -> LoadedTask:
+    """Settle the examples, build every prompt and measure it."""
+    _refuse(name, task)
+    shots = task.get_config("num_fewshot")
+    if entry.num_fewshot is not None and shots == 0 != entry.num_fewshot:
+        raise TaskError(f"task {name} is fixed to no examples", "leave out its num_fewshot")
+    task.set_config("num_fewshot", shots or 0 if entry.num_fewshot is None else entry.num_fewshot)
+    with _seeded():
+        task.set_fewshot_seed(seed=_SEED)
+        task.build_all_requests(limit=entry.limit)
+    kinds = {instance.request_type for instance in task.instances}
+    tokens = [_tokens(instance, tokenizer) for instance in task.instances]
+    rolling = "loglikelihood_rolling" in kinds  # which walks over a long text in windows
+    longest = min(max(tokens), length)
+    batch = max(1, min(_ROWS, min(_TOKENS[kind] for kind in kinds) // longest))
+    documents = len({instance.doc_id for instance in task.instances})
+    rules = {
+        "version": task.VERSION,
+        "num_fewshot": task.get_config("num_fewshot"),
+        "documents": documents,
+        "documents_sha256": sha256_json([_plain(instance.doc) for instance in task.instances]),
+        "requests_sha256": sha256_json([[i.request_type, i.doc_id, _plain(i.args)] for i in task.instances]),
+        "batch": batch,
+        "config": _configuration(task),
+    }
+    cut = 0 if rolling else sum(count > length for count in tokens)
+    return LoadedTask(name, task, entry.limit, len(task.instances), batch, cut, rules)
+
+
+def _refuse(name: str, task: Any) -> None:
+    if getattr(task, "MULTIMODAL", False):
+        raise TaskError(f"task {name} shows images or sound", "use a task of text")
+    if getattr(task, "UNSAFE_CODE", False):
+        raise TaskError(f"task {name} runs code that the model writes", "run it with lm-eval in a sandbox")
+
+
+def _tokens(instance: Any, tokenizer: PreTrainedTokenizerBase) -> int:
+    """Tokens of a prompt with its answer, or with the room that the answer may take."""
+    texts = [part for part in instance.args if isinstance(part, str)]
+    room = sum(part.get("max_gen_toks", 256) for part in instance.args if isinstance(part, dict))
+    return len(tokenizer("".join(texts))["input_ids"]) + room
+
+
+def _run(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, loaded: LoadedTask, tick: Callable[[], None]
+) -> Outcome:
+    lm = LoadedModel(model, tokenizer, loaded.batch)
+    lm.set_cache_hook(_Ticks(tick))
+    try:
+        with _seeded():
+            loaded.task.set_fewshot_seed(seed=_SEED)
+            results = evaluate(lm, {"tasks": {loaded.name: loaded.task}}, limit=loaded.limit, bootstrap_iters=0)
+    except Exception as error:  # as above
+        raise TaskError(
+            f"task {loaded.name} cannot be run ({_reason(error)})", "check its prompts and answers, or leave it out"
+        ) from None
+    return _outcome(loaded, results["samples"][loaded.name])
+
+
+def _outcome(loaded: LoadedTask, samples: list[dict[str, Any]]) -> Outcome:
+    """lm-eval's samples, one a document and filter, as columns over the documents."""
+    filters = list(dict.fromkeys(sample["filter"] for sample in samples))
+    by_filter = {name: [sample for sample in samples if sample["filter"] == name] for name in filters}
+    items = {
+        metric if len(filters) == 1 else f"{metric},{name}": [sample.get(metric) for sample in rows]
+        for name, rows in by_filter.items()
+        for metric in dict.fromkeys(metric for sample in rows for metric in sample["metrics"])
+    }
+    first = by_filter[filters[0]]
+    documents = [sha256_json([sample[key] for key in ("doc_hash", "prompt_hash", "target_hash")]) for sample in first]
+    return Outcome(documents, items, _options(loaded.task, first))
+
+
+def _options(task: Any, samples: list[dict[str, Any]]) -> list[list[float]] | None:
+    """Log-likelihoods of the options of a choice task; None for another, or where a document leaves no choice."""
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return None
+    scores = [[float(score) for score, _ in sample["filtered_resps"]] for sample in samples]
+    # For mutual information lm-eval also asks for each option without its question, after those with it.
+    if "acc_mutual_info" in task.aggregation():
+        scores = [row[: len(row) // 2] for row in scores]
+    if any(math.isnan(score) for row in scores for score in row):
+        raise NumericsError("the model scores an option with NaN", "lower the damage, or evaluate in float32")
+    return scores if min(map(len, scores)) > 1 else None
+
+
+def _rules(task: Any, outcome: Outcome) -> dict[str, Rule]:
+    """How lm-eval aggregates each metric; where the task does not say, the mean, and more is better."""
+    aggregations, directions = task.aggregation(), task.higher_is_better()
+    rules = {}
+    for name in outcome.items:
+        metric = name.partition(",")[0]
+        better = directions.get(metric)
+        rules[name] = Rule(aggregations.get(metric, mean), better is None or bool(better))
+    return rules
+
+
+def _parts(loaded: LoadedTask) -> dict[str, dict[str, list[int]]]:
+    """Indices of the documents by the value of each field that the task names in its metadata under `parts`."""
+    documents = [doc for _, doc in loaded.task.doc_iterator(limit=loaded.limit)]
+    fields = (loaded.task.get_config("metadata") or {}).get("parts", _PARTS)
+    found: dict[str, dict[str, list[int]]] = {}
+    for field in fields:
+        if all(isinstance(doc, Mapping) and field in doc for doc in documents):
+            parts: dict[str, list[int]] = {}
+            for index, doc in enumerate(documents):
+                parts.setdefault(str(doc[field]), []).append(index)
+            found[f"by_{field}"] = parts
+    return found
+
+
+def _configuration(task: Any) -> Any:
+    """The task's configuration as plain data, functions by the hash of their file, without paths of this machine."""
+    values = task.config.to_dict(keep_callable=True)
+    if isinstance(values.get("metadata"), Mapping):
+        values["metadata"] = {key: value for key, value in values["metadata"].items() if key != "config_source"}
+    return _plain(values)
+
+
+def _plain(value: Any) -> Any:
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if callable(value):
+        return {"function": getattr(value, "__qualname__", type(value).__qualname__), "sha256": _source_hash(value)}
+    return str(value)
+
+
+def _source_hash(function: Callable[..., Any]) -> str | None:
+    """SHA-256 of the file that a function stands in: what it calls there counts as well."""
+    try:
+        return sha256_file(Path(inspect.getsourcefile(inspect.unwrap(function)) or ""))
+    except (TypeError, OSError):
+        return None
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Let lm-eval and its tasks draw the same each time, and put the generators back."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng():
+        random.seed(_RANDOM_SEED)
+        np.random.seed(_SEED)
+        torch.manual_seed(_SEED)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+@contextlib.contextmanager
+def _quiet_lm_eval() -> Iterator[None]:
+    """Keep lm-eval from writing bars and warnings between ours, and put its state back."""
+    logger, bar = logging.getLogger("lm_eval"), lm_eval.api.task.tqdm
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    lm_eval.api.task.tqdm = lambda values, **_: values
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        lm_eval.api.task.tqdm = bar
