@@ -44,6 +44,8 @@ def start(source: Path, output: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         [*command, str(middle)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        # Shells start background jobs with interrupts ignored, and their children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     stop = time.monotonic() + _WAIT
     while not middle.exists() and process.poll() is None and time.monotonic() < stop:
