@@ -1,8 +1,6 @@
 """Tables of measured figures in docs/, each between two markers that name it: `<!-- name -->` and `<!-- /name -->`."""
 
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parent.parent
+from rtn_table import ROOT
 
 
 def put_table(document: str, name: str, table: str) -> None:

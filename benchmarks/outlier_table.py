@@ -9,7 +9,6 @@ that of the output, relative to each token's own output and averaged over tokens
 """
 
 import argparse
-import json
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from doc_tables import put_table
-from rtn_table import ROOT, say
+from rtn_table import ROOT, say, write_json
 
 from quantkit.affine import choose_qparams, dequantize, quantize
 from quantkit.algorithms.smoothquant import fake_quantize_tokens, search_alpha, smooth_scales
@@ -47,7 +46,7 @@ def main() -> int:
         "rows": rows,
     }
     if not arguments.no_write:
-        (ROOT / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json(result, ROOT / RESULT)
         put_table("docs/quality.md", "outlier", markdown(rows))
         say(f"wrote {RESULT} and docs/quality.md")
     print(markdown(rows))
@@ -60,7 +59,8 @@ def real_layer() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     tokenizer = checkpoint.tokenizer()
     seen = calibrate_from(load_set("encyclopaedia"), tokenizer, 8, 512).ids
     unseen = load_windows("news-en", tokenizer, 4, 512).ids
-    return inputs_of(checkpoint, seen)[1], *(inputs_of(checkpoint, ids)[0] for ids in (seen, unseen))
+    (on_seen, weight), (on_unseen, _) = (inputs_of(checkpoint, ids) for ids in (seen, unseen))
+    return weight, on_seen, on_unseen
 
 
 def inputs_of(checkpoint: Any, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

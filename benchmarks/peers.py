@@ -25,8 +25,8 @@ from typing import Any
 
 import torch
 from doc_tables import put_table
-from quality import merged_rows
-from rtn_table import ROOT, rounded, say, score_all
+from quality import figures, merged_rows
+from rtn_table import ROOT, say, score_all, write_json
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -36,7 +36,6 @@ from quantkit.checkpoint import open_checkpoint
 from quantkit.demo import base_checkpoint, load_demo
 from quantkit.evaluate.loader import load_artifact, load_checkpoint
 from quantkit.evaluate.protocol import load_windows
-from quantkit.evaluate.scoring import fidelity_metrics, perplexity_metrics
 from quantkit.formats import FORMATS
 from quantkit.recipe import load_recipe
 from quantkit.types import QuantScheme
@@ -75,7 +74,7 @@ def main() -> int:
     result = measure(pairs, arguments.peer_python or make_environment(ROOT / "build/peer-env"), arguments.windows)
     if not arguments.no_write:
         result = merged_rows(result, ROOT / RESULT, [f"{pair.label}, {tool}" for pair in PAIRS for tool in TOOLS])
-        (ROOT / RESULT).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        write_json(result, ROOT / RESULT)
         put_table("docs/quality.md", "peers", markdown(result))
         say(f"wrote {RESULT} and docs/quality.md")
     print(markdown(result))
@@ -127,11 +126,6 @@ def measure(pairs: list[Pair], peer_python: Path, count: int) -> dict[str, Any]:
             models[f"{pair.label}, llm-compressor"] = decoded(theirs)
             models[f"{pair.label}, quantkit"] = load_artifact(ours, dtype=torch.float32)
         scores = score_all(load_checkpoint(checkpoint, dtype=torch.float32), models, windows.ids)
-    rows = []
-    for label, cost in costs.items():
-        perplexity, fidelity = perplexity_metrics(scores[label]), fidelity_metrics(scores[label])
-        rows.append({"label": label, **cost, "kl_mean": rounded(fidelity["kl_mean"]), "top1": rounded(fidelity["top1"]),
-                     "perplexity": rounded(perplexity["value"])})  # fmt: skip
     return {
         "what": "two tools, one base, the same calibration tokens, 4 bits in groups of 64",
         "command": "python benchmarks/peers.py",
@@ -139,12 +133,12 @@ def measure(pairs: list[Pair], peer_python: Path, count: int) -> dict[str, Any]:
         "protocol": windows.rules,
         "calibration": f"encyclopaedia, {SAMPLES} x {LENGTH} tokens",
         "cpus": os.cpu_count(),
-        "rows": rows,
+        "rows": [{"label": label, **cost, **figures(scores[label])} for label, cost in costs.items()],
     }
 
 
 def run(command: list[Any]) -> tuple[str, dict[str, Any]]:
-    """Run a command; its standard output, and its wall and CPU seconds and peak memory."""
+    """Run a command; its standard output, and its wall and CPU seconds with the versions here."""
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that spin would count as work
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.time()
     done = subprocess.run(

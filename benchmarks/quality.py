@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from doc_tables import put_table
-from rtn_table import ROOT, rounded, say, score_all
+from rtn_table import ROOT, rounded, say, score_all, write_json
 from second_model import drawn, second_checkpoint
 from transformers import PreTrainedModel
 
@@ -131,7 +131,7 @@ def main() -> int:
         result = measure(cases, SUBJECTS[name](arguments.windows))
         if not arguments.no_write:
             result = merged_rows(result, ROOT / path, [case.label for case in CASES])
-            (ROOT / path).write_text(json.dumps(result, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            write_json(result, ROOT / path)
             put_table("docs/quality.md", f"quality {name}", markdown(result))
             say(f"wrote {path} and docs/quality.md")
         print(markdown(result))
@@ -188,7 +188,6 @@ def decoded_once(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def row(case: Case, manifest: Manifest, seconds: dict[str, float], scores: Scores) -> dict[str, Any]:
-    perplexity, fidelity = perplexity_metrics(scores), fidelity_metrics(scores)
     return {
         "label": case.label,
         "recipe": " ".join([case.recipe, *(f"--set '{setting}'" for setting in case.settings)]),
@@ -197,6 +196,14 @@ def row(case: Case, manifest: Manifest, seconds: dict[str, float], scores: Score
         "bits_per_weight": manifest.totals.bits_per_weight,
         "fallbacks": len(manifest.fallbacks),
         "seconds": seconds,
+        **figures(scores),
+    }
+
+
+def figures(scores: Scores) -> dict[str, Any]:
+    """What every table here says of a model, with intervals."""
+    perplexity, fidelity = perplexity_metrics(scores), fidelity_metrics(scores)
+    return {
         "kl_mean": rounded(fidelity["kl_mean"]),
         "top1": rounded(fidelity["top1"]),
         "perplexity": rounded(perplexity["value"]),

@@ -73,7 +73,7 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
     hidden = live.start(ids, short=_PROOF_TOKENS)
     by_module = {layer.module: layer for layer in plan.quantised}
     folding = _Folding(plan, sink, live)
-    refining = _Refining(plan, live, hidden, sink)
+    refining = _Refining(plan, live, hidden)
     assert plan.recipe.calibration is not None
     # Products in bfloat16, everything else in float32; sites are proved outside, in float32 throughout.
     reduced = torch.autocast("cpu", torch.bfloat16, plan.recipe.calibration.dtype == "bfloat16")
@@ -220,12 +220,14 @@ class _Refining:
     hidden: what the next block of the artifact is given, `[samples, length, hidden]`; read, not changed.
     """
 
-    def __init__(self, plan: Plan, live: LiveModel, hidden: torch.Tensor, sink: Sink) -> None:
+    def __init__(self, plan: Plan, live: LiveModel, hidden: torch.Tensor) -> None:
         self._steps = [(name, options) for name, options in plan.recipe.steps if name in REFINERS]
-        self._live, self._hidden, self._sink = live, hidden, sink
+        self._live = live
         self._generator = torch.Generator().manual_seed(_SEED)
         if self._steps:
             self._exact = live.another(hidden)
+            # Views: both tables change in place from block to block.
+            self._given, self._wanted = list(batches(hidden)), list(batches(self._exact))
 
     def advance(self, index: int) -> None:
         """Run the source's block `index`, as loaded, on the hidden states of the source."""
@@ -234,10 +236,10 @@ class _Refining:
 
     def run(self, index: int, work: _Block, chosen: dict[str, Chosen]) -> dict[str, Chosen]:
         """Better codes for a block whose folds are done."""
-        if not chosen:
+        if not chosen or not self._steps:
             return chosen
         weights = {part: work.weight(part) for part in chosen}
-        loss, count = partial(self._loss, index), len(list(batches(self._hidden)))
+        loss, count = partial(self._loss, index), len(self._given)
         for name, options in self._steps:
             refiner = REFINERS[name]
             tensors = {part: one.tensor for part, one in chosen.items()}
@@ -254,9 +256,8 @@ class _Refining:
         return chosen
 
     def _loss(self, index: int, weights: dict[str, torch.Tensor], batch: int) -> torch.Tensor:
-        given, wanted = (list(batches(table))[batch] for table in (self._hidden, self._exact))
         named = {f"{part}.weight": weight for part, weight in weights.items()}
-        return _relative_error(self._live.run(index, given, named), wanted)
+        return _relative_error(self._live.run(index, self._given[batch], named), self._wanted[batch])
 
 
 def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from quantkit.canonical import sha256_bytes
-from quantkit.errors import CalibrationError
+from quantkit.errors import CalibrationError, one_line
 from quantkit.texts import Chat, Text
 
 # A template may write today's date, and the same source has to give the same bytes on every day: it is given this one.
@@ -67,9 +67,8 @@ def _render_row(name: str, number: int, row: object, tokenizer: PreTrainedTokeni
     try:
         return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
     except Exception as error:  # a template is a program of the model's maker
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise CalibrationError(
-            f"calibration text {name}, row {number}: the chat template refuses it ({reason})",
+            f"calibration text {name}, row {number}: the chat template refuses it ({one_line(error)})",
             "leave out that row, or change its roles to those that the model knows",
         ) from None
 

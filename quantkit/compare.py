@@ -9,7 +9,7 @@ from quantkit.artifact import REPORTS
 from quantkit.errors import ReportError, UsageError
 from quantkit.evaluate.suite import load_suite
 from quantkit.manifest import Manifest, read_manifest
-from quantkit.report import Report, as_metric, read_report
+from quantkit.report import Report, as_metric, read_report, refuse_other_bytes, refuse_other_reference
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,7 @@ def report_path(artifact: Path, suite: str) -> Path:
 def own_report(artifact: Path, manifest: Manifest, path: Path) -> Report:
     """The report at `path`. Raises ReportError where it measured other bytes than `artifact` holds."""
     report = read_report(path)
-    if report.identity != manifest.identity:
-        raise ReportError(
-            f"{path} is the report of {report.identity[:12]}, {artifact} is {manifest.identity[:12]}",
-            "run quantkit eval on this artifact",
-        )
+    refuse_other_bytes(report, path, manifest.identity, artifact)
     return report
 
 
@@ -130,11 +126,7 @@ def _read(artifact: Path, suite: str) -> Entry:
     manifest = read_manifest(artifact)
     path = report_path(artifact, suite)
     report = own_report(artifact, manifest, path)
-    if report.reference is not None and report.reference.identity != manifest.source_identity:
-        raise ReportError(
-            f"{path} compares with {report.reference.name}, which is not the source of {artifact}",
-            "run quantkit eval with the source as --reference",
-        )
+    refuse_other_reference(report, path, manifest.source_identity, artifact)
     return Entry(artifact, manifest, report)
 
 

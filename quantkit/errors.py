@@ -5,6 +5,17 @@ answer to something that a user can cause.
 """
 
 
+def one_line(error: BaseException) -> str:
+    """All that a library's error says, on one line; its type where it says nothing."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what a library's error says; its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 class QuantkitError(Exception):
     """Base of every error that a user can cause. `problem` names the file, layer or key; `action` is the next step."""
 

@@ -13,7 +13,7 @@ from quantkit.errors import ReportError
 from quantkit.evaluate.suite import Suite, load_suite
 from quantkit.files import replace_file
 from quantkit.manifest import Manifest, read_manifest
-from quantkit.report import Report, read_report
+from quantkit.report import Report, read_report, refuse_other_bytes, refuse_other_reference
 from quantkit.schema import Strict, find_document, read_yaml, validate
 
 Outcome = Literal["pass", "fail"]
@@ -154,21 +154,13 @@ def write_junit(verdict: Verdict, path: Path) -> None:
 
 
 def _refuse_foreign(report: Report, manifest: Manifest, suite: Suite, path: Path) -> None:
-    if report.identity != manifest.identity:
-        raise ReportError(
-            f"{path} is the report of {report.identity[:12]}, this artifact is {manifest.identity[:12]}",
-            "run quantkit eval on this artifact",
-        )
+    refuse_other_bytes(report, path, manifest.identity, "this artifact")
     if report.suite.sha256 != suite.sha256:
         raise ReportError(
             f"{path} was made with another suite than {suite.name} as it stands now",
             "run quantkit eval with the policy's suite",
         )
-    if report.reference is not None and report.reference.identity != manifest.source_identity:
-        raise ReportError(
-            f"{path} compares with {report.reference.name}, which is not the source of this artifact",
-            "run quantkit eval with the source as --reference",
-        )
+    refuse_other_reference(report, path, manifest.source_identity, "this artifact")
     if report.suite.limit is not None:
         raise ReportError(
             f"{path} is of a run cut short by --limit {report.suite.limit}", "run quantkit eval without --limit"

@@ -57,6 +57,24 @@ def as_metric(found: Any) -> dict[str, float] | None:
     return numbers if "value" in numbers and all(map(_is_number, numbers.values())) else None
 
 
+def refuse_other_bytes(report: Report, path: Path, identity: str, artifact: object) -> None:
+    """Raises ReportError where the report at `path` measured other bytes than those of `identity`."""
+    if report.identity != identity:
+        raise ReportError(
+            f"{path} is the report of {report.identity[:12]}, {artifact} is {identity[:12]}",
+            "run quantkit eval on this artifact",
+        )
+
+
+def refuse_other_reference(report: Report, path: Path, source_identity: str, artifact: object) -> None:
+    """Raises ReportError where the report at `path` compares with anything but the source of `artifact`."""
+    if report.reference is not None and report.reference.identity != source_identity:
+        raise ReportError(
+            f"{path} compares with {report.reference.name}, which is not the source of {artifact}",
+            "run quantkit eval with the source as --reference",
+        )
+
+
 def write_report(report: Report, path: Path) -> None:
     """Write a report, replacing an older one of the same name as a whole. Raises ReportError where it cannot."""
     data = json.dumps(report.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)

@@ -19,7 +19,7 @@ from pydantic import Field, model_validator
 
 from quantkit.canonical import sha256_bytes
 from quantkit.data import data_dir, shipped_names
-from quantkit.errors import TextError
+from quantkit.errors import TextError, first_line, one_line
 from quantkit.material import PackageFile, package_file
 from quantkit.schema import Strict, read_yaml, validate
 
@@ -212,9 +212,7 @@ def _read(path: Path, layout: Layout, field: str, *, chat: bool = False) -> Iter
 
 def _reason(error: BaseException) -> str:
     """One line of what a reader raised."""
-    if isinstance(error, KeyError):
-        return f"no {error}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return f"no {error}" if isinstance(error, KeyError) else one_line(error)
 
 
 def _read_text(path: Path, _: str) -> Iterator[str]:
@@ -291,9 +289,8 @@ def _read_dataset(source: DatasetSource, field: str, *, chat: bool = False) -> I
         rows = load_dataset(source.id, source.config, split=source.split, revision=source.revision)
         yield from rows[field] if chat else map(_string, rows[field])
     except Exception as error:
-        first = str(error).strip().splitlines()
         raise TextError(
-            f"dataset {source.id} ({source.split}) cannot be read ({first[0] if first else type(error).__name__})",
+            f"dataset {source.id} ({source.split}) cannot be read ({first_line(error)})",
             "check its id, field and the network, or use a local file",
         ) from None
 

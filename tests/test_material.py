@@ -106,14 +106,6 @@ def test_two_files_of_one_name_in_a_package_are_both_kept(served: Any) -> None:
     assert len(commands) == 2
 
 
-def test_a_file_may_be_put_in_its_place_by_hand(served: Any, cache: Path) -> None:
-    served(offline)
-    placed = cache / "packages" / "quantkit-no-such-package-1.2.3" / "file.txt"
-    placed.parent.mkdir(parents=True)
-    placed.write_bytes(DATA)
-    assert package_file(source()) == placed
-
-
 def test_an_installed_file_of_another_build_is_not_used(served: Any) -> None:
     served(lambda folder: wheel(folder, {"pytest/__init__.py": DATA}))
     assert package_file(source(package="pytest", member="pytest/__init__.py")).read_bytes() == DATA

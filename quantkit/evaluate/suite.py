@@ -40,17 +40,11 @@ class Suite(Strict):
     tasks: list[str | TaskEntry] = []
 
     @model_validator(mode="after")
-    def _texts_are_named_once(self) -> "Suite":
-        names = [corpus.text for corpus in self.perplexity]
-        if len(set(names)) != len(names):
-            raise ValueError("perplexity: a text stands twice")
-        return self
-
-    @model_validator(mode="after")
-    def _tasks_are_named_once(self) -> "Suite":
-        names = [entry.name for entry in self.task_entries]
-        if len(set(names)) != len(names):
-            raise ValueError("tasks: a task stands twice")
+    def _texts_and_tasks_are_named_once(self) -> "Suite":
+        texts, tasks = [corpus.text for corpus in self.perplexity], [entry.name for entry in self.task_entries]
+        for names, twice in ((texts, "perplexity: a text stands twice"), (tasks, "tasks: a task stands twice")):
+            if len(set(names)) != len(names):
+                raise ValueError(twice)
         return self
 
     @property

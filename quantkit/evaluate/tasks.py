@@ -29,7 +29,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from quantkit.canonical import sha256_file, sha256_json
 from quantkit.checkpoint import Checkpoint
 from quantkit.data import data_dir
-from quantkit.errors import NumericsError, QuantkitError, TaskError
+from quantkit.errors import NumericsError, QuantkitError, TaskError, first_line
 from quantkit.evaluate.outcomes import Outcome, Rule, task_metrics
 from quantkit.evaluate.suite import TaskEntry
 
@@ -185,7 +185,7 @@ def _load_entry(
         raise
     except Exception as error:  # the library, and every task's own code, raise almost anything here
         raise TaskError(
-            f"task {entry.name} cannot be loaded ({_reason(error)})",
+            f"task {entry.name} cannot be loaded ({first_line(error)})",
             "check the network, or use a task whose data is local",
         ) from None
 
@@ -244,7 +244,7 @@ def _run(
             results = evaluate(lm, {"tasks": {loaded.name: loaded.task}}, limit=loaded.limit, bootstrap_iters=0)
     except Exception as error:  # as above
         raise TaskError(
-            f"task {loaded.name} cannot be run ({_reason(error)})", "check its prompts and answers, or leave it out"
+            f"task {loaded.name} cannot be run ({first_line(error)})", "check its prompts and answers, or leave it out"
         ) from None
     return _outcome(loaded, results["samples"][loaded.name])
 
@@ -327,11 +327,6 @@ def _source_hash(function: Callable[..., Any]) -> str | None:
         return sha256_file(Path(inspect.getsourcefile(inspect.unwrap(function)) or ""))
     except (TypeError, OSError):
         return None
-
-
-def _reason(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 @contextlib.contextmanager
