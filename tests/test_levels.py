@@ -39,9 +39,9 @@ LEVELS: list[list[str]] = [
     ["blockwise"],
     ["pipeline"],
     # its evaluation and its release
-    ["report", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
-    ["evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
-    ["evaluate.breakdown", "evaluate.tasks"],
+    ["report", "evaluate.uncertainty", "evaluate.kernels", "evaluate.protocol"],
+    ["evaluate.loader", "evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
+    ["evaluate.breakdown", "evaluate.decoding", "evaluate.kept", "evaluate.tasks"],
     ["evaluate.run"],
     ["gates", "inspection", "compare"],
     ["grids"],
