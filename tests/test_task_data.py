@@ -190,7 +190,23 @@ def test_an_entry_is_judged_by_its_json_schema(entry: Any, valid: int) -> None:
     assert scorers.json_schema({"entry": "HZ-4711"}, [" " + json.dumps(entry)]) == {"valid": valid, "parses": 1}
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"id": "HZ-4711"', json.dumps(ENTRY) + " and more", "```json", "NaN,"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        '{"id": "HZ-4711"',
+        json.dumps(ENTRY) + " and more",
+        "```json",
+        "NaN,",
+        "NaN",
+        "\ufeff{}",
+        "{'id': 1}",
+        '{"id": 1,}',
+        json.dumps({**ENTRY, "likelihood": float("inf")}),
+        json.dumps(ENTRY).replace('"severity"', '"severity": "minor", "severity"'),
+    ],
+)
 def test_what_is_not_json_does_not_parse(text: str) -> None:
     assert scorers.json_schema({"entry": "HZ-4711"}, [text]) == {"valid": 0, "parses": 0}
 
@@ -216,12 +232,26 @@ def test_the_schema_of_an_entry_is_a_schema() -> None:
         ("EV-2100, EV-90170", 0),
         ("EV-2100, EV-901", 0),
         ("EV-2100, DEV-9017", 0),
+        ("EV-2100, EV-9017, EV-90171", 0),
+        ("EV-2100, EV-9017B", 0),
+        ("EV-2100, EV-9017, DR-6032", 0),
+        ("EV-2100, EV-9017, \u0415V-3333", 0),  # its first letter is Cyrillic
+        ("EV-2100, EV-９０１７", 0),
+        ("EV-2100, EV-9017２", 0),
+        ("EV-2100和EV-9017。", 1),
         ("ev-2100, ev-9017", 0),
         ("", 0),
     ],
 )
 def test_references_are_copied_exactly_and_as_a_set(text: str, exact: int) -> None:
     assert scorers.evidence_copy({"references": ["EV-2100", "EV-9017"]}, [text]) == {"exact": exact}
+
+
+def test_listing_every_number_of_the_text_is_not_copying_its_references() -> None:
+    found = [(item, re.findall(r"[A-Z]{2}-\d{4}", item["text"])) for item in items("quantkit_evidence_copy")]
+    with_others = [(item, tags) for item, tags in found if len(tags) > 2]
+    assert len(with_others) > 100
+    assert not any(scorers.evidence_copy(item, [", ".join(tags)])["exact"] for item, tags in with_others)
 
 
 RECORD = "Severity: minor\nEvidence: EV-2100\nStatus: open"
