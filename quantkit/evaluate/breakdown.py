@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.evaluate.scoring import Array, Scores
+from quantkit.evaluate.scoring import LARGEST_LOSS, Array, Scores
 from quantkit.evaluate.uncertainty import LEVEL, SEED, Draws, draw
 
 # The first number of preceding tokens of each position bucket; the last one is open. No suite moves them, so that a
@@ -39,7 +39,6 @@ _CJK = (
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that spell no character
 # A character has at most four bytes, and tokens at both ends of a run may hold a part of a neighbour.
 _LONGEST_RUN = 8
-_LARGEST_LOSS = 700.0  # nats; exp of more is no float
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ class _Groups:
         return {
             "kl_mean": mean("kl"),
             "top1": mean("top1"),
-            "ratio": {end: math.exp(min(value, _LARGEST_LOSS)) for end, value in mean("loss").items()},
+            "ratio": {end: math.exp(min(value, LARGEST_LOSS)) for end, value in mean("loss").items()},
             "tokens": int(counts.sum()),
         }
 

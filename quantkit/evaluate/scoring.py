@@ -18,6 +18,7 @@ from quantkit.evaluate.uncertainty import Draws, draw, estimate
 
 # Rows of logits that are turned into probabilities at a time: 128 rows of a 150,000-word vocabulary are 77 MB.
 _ROWS = 128
+LARGEST_LOSS = 700.0  # nats; exp of more is no float, and a report holds numbers alone
 
 Array = np.ndarray[Any, Any]
 
@@ -112,7 +113,7 @@ def fidelity_metrics(scores: Scores) -> dict[str, Any]:
 
 
 def _perplexity(nll: Array, windows: Draws) -> float:
-    return float(np.exp(nll.mean(axis=1)[windows].mean()))
+    return float(np.exp(min(nll.mean(axis=1)[windows].mean(), LARGEST_LOSS)))
 
 
 def _mean_of(values: Array) -> Callable[[Draws], float]:

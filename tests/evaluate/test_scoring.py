@@ -144,6 +144,13 @@ def test_large_logits_do_not_overflow() -> None:
         assert np.isfinite(values).all()
 
 
+def test_a_loss_beyond_every_float_is_a_large_finite_perplexity() -> None:
+    """A broken model must fail a gate, not the writing of its report."""
+    found = perplexity_metrics(Scores(nll=np.full((3, 4), 1e5), reference_nll=np.full((3, 4), 2.0)))
+    for name in ("value", "ratio"):
+        assert all(1e300 < found[name][end] < float("inf") for end in ("value", "low", "high"))
+
+
 def test_scores_in_half_precision_are_taken_in_float32() -> None:
     halved = Bigram(bigram(0).table.bfloat16())
     exact = Bigram(halved.table.float())
