@@ -13,6 +13,7 @@ import pytest
 from quantkit.data import data_dir, shipped_names
 from quantkit.errors import TextError
 from quantkit.evaluate.suite import load_suite
+from quantkit.texts import load_text
 
 TASKS = data_dir("evals") / "tasks"
 WRITTEN = sorted(path.stem for path in TASKS.glob("*.jsonl"))
@@ -80,6 +81,7 @@ def test_no_long_run_of_words_stands_in_the_calibration_texts(language: str) -> 
     prompts = json.loads((TASKS / "prompts.json").read_text(encoding="utf-8"))
     texts = [item["text"] for task in WRITTEN for item in items(task) if item["language"] == language]
     texts += [part for heads in prompts.values() for part in heads[language]]
+    texts += [load_text("handbook-zh").joined] if language == "zh" else []
     assert {run for text in texts for run in runs(text, language)} & calibration == set()
 
 
