@@ -41,12 +41,17 @@ def score_windows(
     reference: PreTrainedModel | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """Score each window of `ids` (`[windows, length]`) on its own. Raises NumericsError where a logit is not finite."""
+    """Score each window of `ids` (`[windows, length]`) on its own.
+
+    Raises NumericsError where a logit, or a score made of it, is not finite.
+    """
     columns: dict[str, list[Array]] = {}
     for window in ids:
         logits = _logits(model, window)
         expected = None if reference is None else _logits(reference, window)
         for name, values in _score_window(logits, expected, window[1:]).items():
+            if not np.isfinite(values).all():
+                raise NumericsError("logits lie further apart than float32 holds", "lower the damage of the recipe")
             columns.setdefault(name, []).append(values)
         progress()
     return Scores(**{name: np.stack(values) for name, values in columns.items()})
