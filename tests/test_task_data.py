@@ -9,6 +9,8 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quantkit.data import data_dir, shipped_names
 from quantkit.errors import TextError
@@ -298,6 +300,20 @@ def test_a_chinese_record_takes_either_colon_and_comma() -> None:
 )
 def test_the_first_number_is_the_code(text: str, exact: int) -> None:
     assert scorers.retrieval({"code": "4711"}, [text]) == {"exact": exact}
+
+
+ODD = st.text() | st.text(alphabet="EV-2100,，: ：\n{}[]\"０１\u2028\ud800eNaInf.+") | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda part: st.lists(part) | st.dictionaries(st.sampled_from([*ENTRY, "", "x"]), part),
+).map(json.dumps)  # fmt: skip
+
+
+@given(output=ODD, language=st.sampled_from(["en", "zh"]))
+@settings(max_examples=60, deadline=None)
+def test_whatever_a_model_writes_is_scored_right_or_wrong(output: str, language: str) -> None:
+    item = {"language": language, "references": ["EV-2100"], "entry": "HZ-4711", "code": "4711"}
+    for score in (scorers.json_schema, scorers.evidence_copy, scorers.domain_check, scorers.retrieval):
+        assert set(score(item, [output]).values()) <= {0, 1}
 
 
 # Public tasks and the suite
