@@ -146,7 +146,8 @@ def histogram(report: Report) -> tuple[list[float], list[int]] | None:
     edges, counts = found.get("edges"), found.get("counts")
     if not isinstance(edges, list) or not isinstance(counts, list) or len(counts) != len(edges) + 1 or len(edges) < 2:
         return None
-    if not all(as_metric(value) is not None and value >= 0 for value in [*edges, *counts]) or not sum(counts):
+    numbers = [*edges, *counts]
+    if any(isinstance(value, dict) or as_metric(value) is None or value < 0 for value in numbers) or not sum(counts):
         return None
     return (edges, counts) if edges[0] > 0 and all(a < b for a, b in pairwise(edges)) else None
 

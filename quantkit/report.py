@@ -1,7 +1,7 @@
 """Reports: what an evaluation found, bound to the identity of the bytes and the hash of the protocol."""
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,7 +92,8 @@ def read_report(path: Path) -> Report:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, not converted: an integer may be larger than every float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _walk(value: Any, parts: list[str]) -> Any:

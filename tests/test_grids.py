@@ -121,6 +121,7 @@ def test_a_histogram_is_taken_only_where_it_can_be_drawn(manifest: Manifest) -> 
     for edges, counts in (
         ([0.1, 1.0], [1, 2]), ([1.0, 0.1], [1, 2, 3]), ([0.0, 1.0], [1, 2, 3]), ([0.1, 1.0], [0, 0, 0]),
         ([0.1, "x"], [1, 2, 3]), ([0.1, 1.0], [1, None, 3]), ([0.1, 1.0], [1, -2, 3]), ([0.1], [1, 2]), (3, 4),
+        ([0.1, 1.0], [1, {"value": 2}, 3]),
     ):  # fmt: skip
         assert found(edges, counts) is None
 

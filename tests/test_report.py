@@ -52,6 +52,11 @@ def test_a_metric_is_found_by_its_path_also_where_names_hold_dots(path: str, exp
     assert report().metric(path) == expected
 
 
+def test_an_integer_larger_than_every_float_is_no_metric() -> None:
+    assert report(metrics={"a": 10**400, "b": {"value": -(10**400)}}).metric("a") is None
+    assert report(metrics={"a": 10**400, "b": {"value": -(10**400)}}).metric("b") is None
+
+
 @pytest.mark.parametrize(
     "path", ["", "nothing", "perplexity", "perplexity.wiki-en", "perplexity.wiki", "flag", "text", "fidelity.kl_mean.x"]
 )

@@ -71,6 +71,7 @@ def evaluate(
     tokenizer = opened.checkpoint.tokenizer()
     corpora = _corpora(limited, beside is not None)
     windows = {key: load_windows(c.text, tokenizer, c.windows, c.length, suite.bos) for key, c in corpora.items()}
+    notes += _too_long(windows, opened.checkpoint)
     if beside is not None:
         _check_vocabulary(opened, beside)
     tasks = _load_tasks(limited, opened.checkpoint)
@@ -152,6 +153,17 @@ def _open_reference(
     if found.subject.identity != read_manifest(Path(model)).source_identity:
         return None, [f"no reference: {source} has changed since the conversion; pass --reference"]
     return found, []
+
+
+def _too_long(windows: dict[str, Windows], checkpoint: Checkpoint) -> list[str]:
+    """Notes on windows beyond the positions that the model knows: rotary ones are computed there all the same."""
+    known = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
+    lengths = {key: part.ids.shape[1] for key, part in windows.items()}
+    return [
+        f"text {key}: windows of {length} tokens are longer than the model's {known} positions"
+        for key, length in lengths.items()
+        if isinstance(known, int) and length > known
+    ]
 
 
 def _check_vocabulary(opened: Opened, beside: Opened) -> None:

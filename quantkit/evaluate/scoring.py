@@ -20,6 +20,7 @@ from quantkit.evaluate.uncertainty import Draws, draw, estimate
 
 # Rows of logits that are turned into probabilities at a time: 128 rows of a 150,000-word vocabulary are 77 MB.
 _ROWS = 128
+LARGEST_LOSS = 700.0  # nats; exp of more is no float, and a report holds numbers alone
 
 Array = np.ndarray[Any, Any]
 # Logits `[length - 1, vocabulary]` of the window of token ids `[length]`.
@@ -44,9 +45,10 @@ def score_windows(
     reference: PreTrainedModel | Logits | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """Score each window of `ids` (`[windows, length]`) on its own. Raises NumericsError where a logit is not finite.
+    """Score each window of `ids` (`[windows, length]`) on its own.
 
-    reference: a model, or what gives the logits of one.
+    reference: a model, or what gives the logits of one. Raises NumericsError where a logit, or a score made of it, is
+    not finite.
     """
     columns: dict[str, list[Array]] = {}
     beside = partial(window_logits, reference) if isinstance(reference, nn.Module) else reference
@@ -54,6 +56,8 @@ def score_windows(
         logits = window_logits(model, window)
         expected = None if beside is None else beside(window)
         for name, values in score_rows(logits, expected, window[1:]).items():
+            if not np.isfinite(values).all():
+                raise NumericsError("logits lie further apart than float32 holds", "lower the damage of the recipe")
             columns.setdefault(name, []).append(values)
         progress()
     return Scores(**{name: np.stack(values) for name, values in columns.items()})
@@ -125,7 +129,7 @@ def fidelity_metrics(scores: Scores) -> dict[str, Any]:
 
 
 def _perplexity(nll: Array, windows: Draws) -> float:
-    return float(np.exp(nll.mean(axis=1)[windows].mean()))
+    return float(np.exp(min(nll.mean(axis=1)[windows].mean(), LARGEST_LOSS)))
 
 
 def _mean_of(values: Array) -> Callable[[Draws], float]:

@@ -284,6 +284,15 @@ def test_a_limit_marks_the_report_and_changes_the_protocol(home: Path, suite: Su
         evaluate(str(home / "source"), suite, limit=0)
 
 
+def test_windows_longer_than_the_models_positions_are_noted(home: Path, text: str) -> None:
+    for length, notes in (
+        (128, []),
+        (129, [f"text {text}: windows of 129 tokens are longer than the model's 128 positions"]),
+    ):
+        suite = Suite(name="s", perplexity=[{"text": text, "windows": 2, "length": length}])
+        assert evaluate(str(home / "source"), suite).notes == notes
+
+
 def test_text_jsonl_and_parquet_of_the_same_documents_give_the_same_numbers(home: Path, tmp_path: Path) -> None:
     plain, lines, table = tmp_path / "t.txt", tmp_path / "t.jsonl", tmp_path / "t.parquet"
     plain.write_text("\n\n".join(document.strip() for document in DOCUMENTS), encoding="utf-8")
