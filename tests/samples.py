@@ -41,7 +41,9 @@ def sample_tasks(task: str = "quantkit_copy") -> dict[str, Any]:
     }  # fmt: skip
     margin = {"value": estimate(0.8), "reference": estimate(1.0), "drop": estimate(0.2)}
     languages = {"en": {"n": 150, "exact": metric}, "zh": {"n": 150, "exact": metric}}
-    return {task: {"n": 300, "exact": metric, "margin": margin, "by_language": languages}}
+    lengths = {length: {"n": 150, "exact": metric} for length in ("1024", "256")}  # as JSON sorts its keys
+    parts = {"by_language": languages, "by_length": lengths}
+    return {task: {"n": 300, "exact": metric, "margin": margin, **parts}}
 
 
 def sample_metrics(ratio: float = 1.04) -> dict[str, Any]:
