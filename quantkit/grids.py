@@ -266,8 +266,8 @@ def _task_rows(task: str, found: Any, part: str = "") -> Iterator[list[str]]:
         if not key.startswith(_PARTS) or "value" in members(parts):
             continue
         field = "" if key == f"{_PARTS}language" else f"{key.removeprefix(_PARTS)} "
-        for value, inner in sorted(members(parts).items(), key=_leading_number):
-            yield from _task_rows(task, inner, f"{field}{value}")
+        for words, inner in sorted(members(parts).items(), key=_leading_number):
+            yield from _task_rows(task, inner, f"{field}{words}")
 
 
 def _group_cells(group: dict[str, Any], total: float) -> list[str]:
