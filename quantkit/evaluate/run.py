@@ -17,6 +17,7 @@ from quantkit.evaluate.breakdown import breakdown, read_part
 from quantkit.evaluate.loader import is_artifact, load_artifact, load_checkpoint
 from quantkit.evaluate.protocol import Windows, load_windows, protocol_hash, protocol_record
 from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows
+from quantkit.evaluate.serving import load_serving, measure_serving
 from quantkit.evaluate.suite import Corpus, Suite
 from quantkit.evaluate.uncertainty import RESAMPLES, SEED
 from quantkit.manifest import RUN_FILE, files_identity, read_manifest
@@ -59,6 +60,8 @@ def evaluate(
     beside, notes = _open_reference(model, reference, opened, trust_remote_code)
     if suite.fidelity is not None and beside is None:
         notes.append("fidelity was not measured: there is no reference")
+    if suite.generation is not None and beside is None:
+        notes.append("answers were not compared: there is no reference")
     limited = suite.limited(limit)
     tokenizer = opened.checkpoint.tokenizer()
     corpora = _corpora(limited, beside is not None)
@@ -66,15 +69,20 @@ def evaluate(
     if beside is not None:
         _check_vocabulary(opened, beside)
     tasks = _load_tasks(limited, opened.checkpoint)
+    serving = load_serving(limited.generation, opened.checkpoint, tokenizer) if limited.generation else None
     subject = opened.load(None)
     expected = None if beside is None else beside.load(subject.dtype)
     answers = sum(task.requests for task in tasks) * (1 if beside is None else 2)
-    progress(sum(len(part.ids) for part in windows.values()) + answers)
+    continuations = 0 if serving is None else serving.answers(1 if beside is None else 2)
+    progress(sum(len(part.ids) for part in windows.values()) + answers + continuations)
     scores = {key: score_windows(subject, part.ids, expected, lambda: progress(None)) for key, part in windows.items()}
     metrics = _metrics(limited, scores, beside is not None)
     if beside is not None:
         metrics["breakdown"] = _breakdown(limited, scores, windows, tokenizer)
     record = protocol_record(windows, subject.dtype, {"resamples": RESAMPLES, "seed": SEED})
+    if serving is not None:
+        metrics |= measure_serving(serving, subject, expected, tokenizer.decode, lambda: progress(None))
+        record["generation"] = serving.rules
     if tasks:
         models = [(subject, opened.checkpoint)]
         if beside is not None and expected is not None:
