@@ -53,6 +53,7 @@ LEVELS: list[list[str]] = [
     ["evaluate.run"],
     ["gates", "inspection", "compare"],
     ["grids"],
+    ["answers"],
     ["tables", "pages"],
     ["demo"],
     ["schemas", "cli"],
