@@ -12,7 +12,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from quantkit.checkpoint import Checkpoint, quiet_transformers
-from quantkit.errors import CheckpointError, NumericsError
+from quantkit.errors import CheckpointError, NumericsError, QuantkitError, first_line
 from quantkit.schema import read_json
 
 # Stands where the attention mask hides it, or where a row has ended.
@@ -45,7 +45,7 @@ def continue_alone(
 ) -> Continuation:
     """The greedy continuation of token ids, by at most `new_tokens` and up to one of `stops`.
 
-    Raises NumericsError where a logit is not finite.
+    Raises NumericsError where a logit is not finite, CheckpointError where transformers cannot generate with the model.
     """
     tokens: list[int] = []
     gaps: list[float] = []
@@ -68,8 +68,8 @@ def continue_in_batch(
 ) -> list[Recheck]:
     """Each prompt in one left-padded batch, fed the tokens that it has alone.
 
-    Prompts whose continuation holds no logits only fill the batch; the others give one result each. Raises
-    NumericsError where a logit is not finite.
+    Prompts whose continuation holds no logits only fill the batch; the others give one result each. Raises as
+    `continue_alone`.
     """
     found = [Recheck([], []) for _ in prompts]
 
@@ -133,12 +133,19 @@ def _generate(
         do_sample=False, max_new_tokens=new_tokens, eos_token_id=list(stops) or None, pad_token_id=_FILLER
     )
     with quiet_transformers(), _settings(model, settings):
-        model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            generation_config=settings,
-            logits_processor=LogitsProcessorList([_Steered(choose)]),
-        )
+        try:
+            model.generate(
+                ids.to(model.device),
+                attention_mask=mask.to(model.device),
+                generation_config=settings,
+                logits_processor=LogitsProcessorList([_Steered(choose)]),
+            )
+        except QuantkitError:
+            raise
+        except Exception as error:  # a model may bring code of its own, which raises anything
+            raise CheckpointError(
+                f"the model cannot generate ({first_line(error)})", "leave generation out of the suite"
+            ) from None
 
 
 @contextmanager

@@ -43,16 +43,16 @@ def load_serving(entry: Generation, checkpoint: Checkpoint, tokenizer: PreTraine
     config = checkpoint.config.get_text_config()
     room = getattr(config, "max_position_embeddings", None)
     for prompt in prompts.items:
-        needed = len(prompt.ids) + entry.new_tokens
-        if room is not None and needed > room:
+        name = f"prompt {prompt.id} of {prompts.rules['prompts']}"
+        if room is not None and len(prompt.ids) + entry.new_tokens > room:
             raise TextError(
-                f"prompt {prompt.id} has {len(prompt.ids)} tokens, which with {entry.new_tokens} new ones exceeds the "
-                f"model's context of {room}",
+                f"{name} has {len(prompt.ids)} tokens, which with {entry.new_tokens} new ones exceeds the model's "
+                f"context of {room}",
                 "ask for fewer new_tokens, or give shorter prompts",
             )
         if max(prompt.ids) >= config.vocab_size:
             raise TextError(
-                f"prompt {prompt.id} holds token {max(prompt.ids)}, the model has {config.vocab_size}",
+                f"{name} holds token {max(prompt.ids)}, the model has {config.vocab_size}",
                 "evaluate with the tokenizer that belongs to this model",
             )
     stops = stop_tokens(checkpoint)
@@ -69,7 +69,7 @@ def measure_serving(
 ) -> dict[str, Any]:
     """`generation` beside a reference, and `batching` where the suite asks for a batch. tick: called once an answer.
 
-    Raises NumericsError where a logit is not finite.
+    Raises NumericsError where a logit is not finite, CheckpointError where transformers cannot generate with a model.
     """
     own, rechecks = _answers(serving, subject, tick)
     metrics: dict[str, Any] = {}

@@ -188,6 +188,17 @@ def test_logits_that_are_not_finite_are_an_error(value: float, zoo: Zoo) -> None
         continue_in_batch(found, PROMPTS, alone)
 
 
+def test_a_model_that_cannot_generate_is_one_line(zoo: Zoo) -> None:
+    found = model(zoo, "qwen2")
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no cache of this kind\nand more")
+
+    found.register_forward_pre_hook(fails)
+    with pytest.raises(CheckpointError, match=r"the model cannot generate \(no cache of this kind\); leave"):
+        continue_alone(found, PROMPTS[0], NEW, [])
+
+
 # Where an answer ends
 
 

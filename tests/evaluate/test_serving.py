@@ -241,7 +241,7 @@ def test_each_answer_is_told_once(home: Path) -> None:
 
 def test_a_prompt_that_leaves_too_little_of_the_context_is_an_error(home: Path) -> None:
     with pytest.raises(
-        TextError, match=r"prompt a has \d+ tokens, which with 100 new ones exceeds the model's context"
+        TextError, match=r"prompt a of mine has \d+ tokens, which with 100 new ones exceeds the model's context"
     ):
         loaded(home, new_tokens=100)
 
@@ -250,7 +250,7 @@ def test_a_prompt_with_a_token_that_the_model_does_not_have_is_an_error(home: Pa
     checkpoint = open_checkpoint(str(home / "source"))
     tokenizer = checkpoint.tokenizer()
     tokenizer.add_tokens(["valve"])
-    with pytest.raises(TextError, match="prompt a holds token 257, the model has 256"):
+    with pytest.raises(TextError, match="prompt a of mine holds token 257, the model has 256"):
         load_serving(entry(home), checkpoint, tokenizer)
 
 
