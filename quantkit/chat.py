@@ -1,4 +1,4 @@
-"""Chat messages into text: each conversation rendered with the model's own template, in the sandbox of transformers.
+"""Chat messages into text: rendered with the model's own template, in the sandbox of transformers.
 
 A conversation is a list of `{"role": ..., "content": ...}`, both text; further keys are handed to the template.
 """
@@ -8,7 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from quantkit.canonical import sha256_bytes
-from quantkit.errors import CalibrationError, one_line
+from quantkit.errors import CalibrationError, TextError, one_line
 from quantkit.texts import Chat, Text
 
 # A template may write today's date, and the same source has to give the same bytes on every day: it is given this one.
@@ -31,14 +31,35 @@ def render(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> Text:
     CalibrationError: the tokenizer has no template; a row is no list of messages, or a message lacks role or content;
     the template refuses a row; nothing is left.
     """
-    template = _template(tokenizer)
-    if "strftime_now" in template:
-        template = _FIXED_DAY + template
+    template = _dated(_template(tokenizer))
     documents = [_render_row(chat.name, number, row, tokenizer, template) for number, row in enumerate(chat.rows, 1)]
     kept = [document for document in documents if document.strip()]
     if not kept:
         raise CalibrationError(f"calibration text {chat.name} holds no messages", "check its file and its field")
     return Text(chat.name, chat.language, kept, "", len(documents) - len(kept))
+
+
+def ask(question: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """`question` as a user's message, up to where the model is to answer; None where the tokenizer has no template.
+
+    Raises TextError: there are several templates and no default, or the template refuses the message.
+    """
+    if not tokenizer.chat_template:
+        return None
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}],
+                chat_template=_dated(str(tokenizer.get_chat_template())),
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        )
+    except Exception as error:  # a template is a program of the model's maker
+        raise TextError(
+            f"the chat template refuses a question ({one_line(error)})",
+            "correct the model's chat template, or leave generation out of the suite",
+        ) from None
 
 
 def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -54,6 +75,11 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
             "the tokenizer has no chat template, or several and no default",
             "calibrate on plain text, or add the model's chat_template.jinja to the checkpoint",
         ) from None
+
+
+def _dated(template: str) -> str:
+    """The template with today's date fixed, where it writes one."""
+    return _FIXED_DAY + template if "strftime_now" in template else template
 
 
 def _render_row(name: str, number: int, row: object, tokenizer: PreTrainedTokenizerBase, template: str) -> str:

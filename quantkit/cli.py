@@ -93,14 +93,15 @@ def evaluate_command(
     suite: Annotated[str, typer.Option(help="Name of a shipped suite, or a path.")] = "quick",
     reference: Annotated[str | None, typer.Option(help="Model to compare with; default the artifact's source.")] = None,
     limit: Annotated[
-        int | None, typer.Option(help="At most N windows a text and documents a task, for a look; no gate takes it.")
+        int | None,
+        typer.Option(help="At most N windows a text, documents a task and prompts, for a look; no gate takes it."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Report file; default ARTIFACT/evals/SUITE.json.")] = None,
     html: Annotated[bool, typer.Option("--html/--no-html", help="Also write the report as a page beside it.")] = True,
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Measure the exact packed file: perplexity, fidelity to the original, and tasks."""
+    """Measure the exact packed file: perplexity, fidelity to the original, tasks, and answers alone and in a batch."""
     from quantkit.artifact import REPORTS
     from quantkit.evaluate.loader import is_artifact
     from quantkit.evaluate.run import evaluate

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from quantkit import grids
+from quantkit import answers, grids
 from quantkit.compare import Comparison, Entry, artifact_bits, own_report, report_path, source_bits
 from quantkit.errors import QuantkitError, ReportError
 from quantkit.figures import Point, heat_map_picture, histogram_picture, quality_picture
@@ -22,8 +22,9 @@ from quantkit.manifest import Manifest, read_manifest
 from quantkit.report import Report, as_metric
 
 DEFAULT_POLICY = "smoke"
-# Layers shown at once; the others are one click away.
+# Layers and answers shown at once; the others are one click away.
 _WORST_LAYERS = 12
+_SHOWN_ANSWERS = 4
 
 # A verdict, or the reason why there is none.
 Judgement = Verdict | str
@@ -66,6 +67,8 @@ def report_page(report: Report, manifest: Manifest | None, judgement: Judgement)
         reason=judgement if isinstance(judgement, str) else None,
         key_figures=_key_figures(report, manifest),
         pictures=_quality_pictures(report, manifest),
+        transcripts=answers.transcripts(report),
+        shown_answers=_SHOWN_ANSWERS,
         histogram=_histogram_picture(report),
         above=_shares_above(report),
         heat_map=_heat_map_picture(manifest),
@@ -129,7 +132,7 @@ def _render(name: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(name).render(grids=grids, **values)
+    return environment.get_template(name).render(grids=grids, answers=answers, **values)
 
 
 def _json(value: Any) -> str:

@@ -5,6 +5,7 @@ import json
 from pydantic import BaseModel
 
 from quantkit.data import data_dir
+from quantkit.evaluate.prompts import PromptSet
 from quantkit.evaluate.suite import Suite
 from quantkit.files import write_file
 from quantkit.gates import Policy
@@ -16,6 +17,7 @@ from quantkit.texts import TextDefinition
 DOCUMENTS: dict[str, type[BaseModel]] = {
     "manifest": Manifest,
     "policy": Policy,
+    "prompts": PromptSet,
     "recipe": Recipe,
     "report": Report,
     "suite": Suite,

@@ -41,7 +41,40 @@ def sample_tasks(task: str = "quantkit_copy") -> dict[str, Any]:
     }  # fmt: skip
     margin = {"value": estimate(0.8), "reference": estimate(1.0), "drop": estimate(0.2)}
     languages = {"en": {"n": 150, "exact": metric}, "zh": {"n": 150, "exact": metric}}
-    return {task: {"n": 300, "exact": metric, "margin": margin, "by_language": languages}}
+    lengths = {length: {"n": 150, "exact": metric} for length in ("1024", "256")}  # as JSON sorts its keys
+    parts = {"by_language": languages, "by_length": lengths}
+    return {task: {"n": 300, "exact": metric, "margin": margin, **parts}}
+
+
+def sample_answers(prompt: str = "en-claim", words: str = "The valve") -> dict[str, Any]:
+    """`generation` and `batching`: a prompt whose answers part, one that is unequal in a batch, and one of neither."""
+
+    def token(number: int) -> dict[str, Any]:
+        return {"id": number, "text": f" {words}"}
+
+    parted = {
+        "index": 7, "before": words, "token": token(8), "reference_token": token(9), "reference_gap": 0.25,
+    }  # fmt: skip
+    samples = [
+        {
+            "prompt": f"{prompt}{n}", "language": "en", "question": f"{words}?", "answer": f"{words} opens {end}",
+            "reference_answer": f"{words} opens late", "tokens": 9, "reference_tokens": 9, "divergence": divergence,
+        }
+        for n, (end, divergence) in enumerate((("late", None), ("early", parted)))
+    ]  # fmt: skip
+    share = {name: estimate(0.5) for name in ("identical", "prefix_mean", "prefix_median", "prefix_share")}
+    unequal = {
+        "prompt": prompt, "index": 3, "token": token(5), "alone_token": token(6), "alone_gap": 0.01, "difference": 0.02,
+    }  # fmt: skip
+    batching = {
+        "n": 2, "tokens": 128, "equal": estimate(0.5), "logit_difference": {"value": 0.02},
+        "smallest_gap": {"value": 0.01}, "within_reach": 1, "unequal": [unequal],
+    }  # fmt: skip
+    by_language = {"en": {"n": 2, **share}}
+    return {
+        "generation": {"n": 2, **share, "by_language": by_language, "samples": samples},
+        "batching": batching,
+    }
 
 
 def sample_metrics(ratio: float = 1.04) -> dict[str, Any]:
@@ -53,6 +86,7 @@ def sample_metrics(ratio: float = 1.04) -> dict[str, Any]:
         },
         "tasks": sample_tasks(),
         "breakdown": sample_breakdown(),
+        **sample_answers(),
     }  # fmt: skip
 
 

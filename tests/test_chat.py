@@ -7,8 +7,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from quantkit.canonical import sha256_bytes
-from quantkit.chat import render, template_sha256
-from quantkit.errors import CalibrationError
+from quantkit.chat import ask, render, template_sha256
+from quantkit.errors import CalibrationError, TextError
 from quantkit.texts import Chat, load_source
 from tests.zoo import CHAT_TEMPLATE, byte_tokenizer
 
@@ -145,3 +145,24 @@ def test_the_shipped_conversations_are_sound_and_in_two_languages() -> None:
     for row in source.rows:
         roles = [message["role"] for message in row if message["role"] != "system"]
         assert roles == ["user", "assistant"] * (len(roles) // 2)
+
+
+# Questions
+
+
+def test_a_question_is_a_users_message_up_to_the_answer_on_a_fixed_day() -> None:
+    template = (
+        "{{ strftime_now('%Y') }} {{ messages[0]['role'] }}: {{ messages[0]['content'] }}"
+        "{% if add_generation_prompt %} assistant:{% endif %}"
+    )
+    assert ask("Which valve?", with_template(template)) == "2025 user: Which valve? assistant:"
+
+
+def test_without_a_template_there_is_no_rendered_question() -> None:
+    assert ask("Which valve?", with_template(None)) is None
+
+
+def test_a_template_that_refuses_a_question_is_one_line() -> None:
+    with pytest.raises(TextError, match="refuses a question") as caught:
+        ask("Which valve?", with_template("{{ raise_exception('only\nsystem') }}"))
+    assert "\n" not in str(caught.value)

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
+from quantkit.evaluate.generation import forced_logits
 from quantkit.evaluate.loader import exactly, fast_layers
 from quantkit.evaluate.scoring import score_rows
 
@@ -31,9 +32,10 @@ def decoding_metrics(
     fast, exact, labels = [], [], []
     for window in windows:
         prompt, steps = window[: _prompt(window)], _steps(window)
-        fast.append(_forced(model, prompt, steps[:-1]))
+        asked = prompt.tolist(), steps[:-1].tolist()
+        fast.append(forced_logits(model, *asked))
         with exactly(model):
-            exact.append(_forced(model, prompt, steps[:-1]))
+            exact.append(forced_logits(model, *asked))
         labels.append(steps[1:])
         for _ in labels[-1]:
             progress()
@@ -41,7 +43,7 @@ def decoding_metrics(
     rows = score_rows(found, expected, torch.cat(labels))
     return {
         "tokens": len(found),
-        "largest_difference": (found.float() - expected.float()).abs().max().item(),
+        "largest_difference": (found - expected).abs().max().item(),
         "kl_mean": float(rows["kl"].mean()),
         "top1": float(rows["top1"].mean()),
     }
@@ -54,35 +56,3 @@ def _prompt(window: torch.Tensor) -> int:
 def _steps(window: torch.Tensor) -> torch.Tensor:
     """The tokens of the steps, and one more: the last has no step of its own."""
     return window[_prompt(window) :][: _STEPS + 1]
-
-
-class _Force(LogitsProcessor):  # type: ignore[misc]
-    """Lets nothing but the given tokens follow the prompt."""
-
-    def __init__(self, tokens: torch.Tensor, start: int) -> None:
-        self._tokens, self._start = tokens, start
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        forced = torch.full_like(scores, -torch.inf)
-        step = input_ids.shape[1] - self._start
-        forced[:, self._tokens[min(step, len(self._tokens) - 1)]] = 0
-        return forced
-
-
-def _forced(model: PreTrainedModel, prompt: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits `[n, vocabulary]` after each of `tokens` `[n]`, given one at a time after `prompt`."""
-    settings = GenerationConfig(
-        do_sample=False,
-        max_new_tokens=len(tokens) + 1,
-        output_logits=True,
-        return_dict_in_generate=True,
-        pad_token_id=0,
-    )
-    output = model.generate(
-        prompt.unsqueeze(0),
-        attention_mask=torch.ones_like(prompt).unsqueeze(0),
-        generation_config=settings,
-        logits_processor=LogitsProcessorList([_Force(tokens, len(prompt))]),
-    )
-    # The first logits are the prompt's own, from a forward of many tokens.
-    return torch.cat(output.logits[1:])

@@ -17,11 +17,13 @@ from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, ReportError
 from quantkit.evaluate.breakdown import breakdown, read_part
 from quantkit.evaluate.decoding import compared_steps, decoding_metrics
+from quantkit.evaluate.generation import Continuation
 from quantkit.evaluate.kept import Kept
 from quantkit.evaluate.loader import is_artifact, load_artifact, load_checkpoint
 from quantkit.evaluate.outcomes import Outcome
 from quantkit.evaluate.protocol import Windows, load_windows, protocol_hash, protocol_record
 from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows, window_logits
+from quantkit.evaluate.serving import Serving, continuations, load_serving, measure_serving
 from quantkit.evaluate.suite import Corpus, Suite
 from quantkit.evaluate.uncertainty import RESAMPLES, SEED
 from quantkit.manifest import RUN_FILE, files_identity, read_manifest
@@ -67,6 +69,8 @@ def evaluate(
     beside, notes = _open_reference(model, reference, opened, trust_remote_code)
     if suite.fidelity is not None and beside is None:
         notes.append("fidelity was not measured: there is no reference")
+    if suite.generation is not None and beside is None:
+        notes.append("answers were not compared: there is no reference")
     limited = suite.limited(limit)
     tokenizer = opened.checkpoint.tokenizer()
     corpora = _corpora(limited, beside is not None)
@@ -75,11 +79,13 @@ def evaluate(
     if beside is not None:
         _check_vocabulary(opened, beside)
     tasks = _load_tasks(limited, opened.checkpoint)
+    serving = load_serving(limited.generation, opened.checkpoint, tokenizer) if limited.generation else None
     subject = opened.load(None)
     expected = None if beside is None else _Reference(beside, subject.dtype, opened.checkpoint)
     answers = sum(task.requests for task in tasks) * (1 if beside is None else 2)
-    steps = compared_steps(subject, _decoded(windows)) if tasks else 0
-    progress(sum(len(part.ids) for part in windows.values()) + answers + steps)
+    asked = answers + (0 if serving is None else serving.answers(1 if beside is None else 2))
+    steps = compared_steps(subject, _decoded(windows)) if asked else 0
+    progress(sum(len(part.ids) for part in windows.values()) + asked + steps)
     tick = partial(progress, None)
     logits = None if expected is None else expected.logits
     scores = {key: score_windows(subject, part.ids, logits, tick) for key, part in windows.items()}
@@ -87,8 +93,13 @@ def evaluate(
     if beside is not None:
         metrics["breakdown"] = _breakdown(limited, scores, windows, tokenizer)
     record = protocol_record(windows, subject.dtype, {"resamples": RESAMPLES, "seed": SEED})
+    if serving is not None:
+        before = None if expected is None else expected.continuations(serving, tick)
+        metrics |= measure_serving(serving, subject, before, tokenizer.decode, tick)
+        record["generation"] = serving.rules
     if tasks:
         notes += _measure_tasks(tasks, subject, opened.checkpoint, expected, metrics, record, tick)
+    if asked:
         record["decoding"] = "packed kernels" if steps else "exact"
     if steps:
         metrics["decoding"] = decoding_metrics(subject, _decoded(windows), tick)
@@ -251,20 +262,36 @@ class _Reference:
 
         tokenizer = self._reader.tokenizer()  # a new one: lm-eval may give it a padding token
         question = {"task": task.name, "limit": task.limit, "rules": task.rules, "tokenizer": _reading_of(tokenizer)}
+
+        def ask(told: Callable[[], None]) -> dict[str, Any]:
+            return vars(run_tasks(self._model, self._opened.checkpoint, tokenizer, [task], told)[task.name])
+
+        return Outcome(**self._asked(question, ask, task.requests, tick))
+
+    def continuations(self, serving: Serving, tick: Callable[[], None]) -> list[Continuation]:
+        """What it writes after each prompt."""
+        question = {"generation": serving.rules, "prompts": [list(prompt.ids) for prompt in serving.prompts]}
+
+        def ask(told: Callable[[], None]) -> list[dict[str, Any]]:
+            return [vars(run) for run in continuations(serving, self._model, told)]
+
+        return [Continuation(**run) for run in self._asked(question, ask, len(serving.prompts), tick)]
+
+    def _asked(
+        self, question: Any, ask: Callable[[Callable[[], None]], Any], answers: int, tick: Callable[[], None]
+    ) -> Any:
+        """What `ask` gives, or gave before; `tick` is called once an answer either way."""
         done = 0
 
-        def count() -> None:
+        def told() -> None:
             nonlocal done
             done += 1
             tick()
 
-        def ask() -> dict[str, Any]:
-            return vars(run_tasks(self._model, self._opened.checkpoint, tokenizer, [task], count)[task.name])
-
-        answer = self.kept.document(question, ask)
-        for _ in range(task.requests - done):
+        found = self.kept.document(question, lambda: ask(told))
+        for _ in range(answers - done):
             tick()
-        return Outcome(**answer)
+        return found
 
 
 def _reading_of(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -8,8 +8,9 @@ import torch
 from transformers import PreTrainedModel
 
 from quantkit.checkpoint import open_checkpoint
-from quantkit.evaluate import decoding, kernels
+from quantkit.evaluate import kernels
 from quantkit.evaluate.decoding import compared_steps, decoding_metrics
+from quantkit.evaluate.generation import forced_logits
 from quantkit.evaluate.loader import exactly, fast_layers, load_artifact
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
@@ -74,10 +75,10 @@ def test_other_dtypes_and_plain_loading_are_exact(artifact: Path) -> None:
 
 def test_the_forced_steps_are_those_of_the_window(model: PreTrainedModel) -> None:
     with exactly(model):
-        found = decoding._forced(model, WINDOWS[0][:12], WINDOWS[0][12:17])
+        found = forced_logits(model, WINDOWS[0][:12].tolist(), WINDOWS[0][12:17].tolist())
     expected = torch.stack([next_logits(model, WINDOWS[0], length) for length in range(13, 18)])
     assert found.shape == expected.shape
-    assert (found.float() - expected.float()).abs().max() < 0.02 * expected.float().abs().max()
+    assert (found - expected.float()).abs().max() < 0.02 * expected.float().abs().max()
 
 
 def test_the_metrics_are_those_of_both_ways(model: PreTrainedModel) -> None:

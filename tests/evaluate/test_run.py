@@ -19,7 +19,7 @@ from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, NumericsError, ReportError, TextError, UsageError
 from quantkit.evaluate import kept, run
 from quantkit.evaluate.run import evaluate
-from quantkit.evaluate.suite import Suite
+from quantkit.evaluate.suite import Generation, Suite
 from quantkit.manifest import read_manifest
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
@@ -404,7 +404,8 @@ def with_tasks(text: str) -> Suite:
 def test_a_reference_runs_once_for_all_that_are_compared_with_it(
     home: Path, suite: Suite, text: str, loaded: list[str]
 ) -> None:
-    for asked in (suite, with_tasks(text)):
+    answers = suite.model_copy(update={"generation": Generation(prompts="case-study", new_tokens=3, limit=2)})
+    for asked in (suite, with_tasks(text), answers):
         first = found(home, asked)
         assert len(loaded) == 1
         loaded.clear()
