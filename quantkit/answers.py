@@ -16,6 +16,20 @@ QUESTION, ANSWER = 600, 800
 SHARED = 400
 
 _GENERATION = ("identical", 3), ("prefix_mean", 1), ("prefix_median", 1), ("prefix_share", 3)
+# For each metric the words that say what it is, and its digits.
+_BATCHING = (
+    ("equal", "prompts with the same tokens", 3),
+    ("logit_difference", "largest difference of a logit", 6),
+    ("smallest_gap", "smallest lead of the likeliest token, in logits", 6),
+    ("within_reach", "positions where the difference could reach that lead", 0),
+    ("tokens", "positions compared", 0),
+)
+_DECODING = (
+    ("kl_mean", "mean KL from exact to fast, in nats", 6),
+    ("top1", "steps with the same most likely token", 3),
+    ("largest_difference", "largest difference of a logit", 6),
+    ("tokens", "steps compared", 0),
+)
 
 
 @dataclass(frozen=True)
@@ -71,19 +85,12 @@ def divergence_grid(report: Report) -> Grid:
 
 def batching_grid(report: Report) -> Grid:
     """Each answer in a padded batch against the same answer alone."""
-    found = members(report.metrics.get("batching"))
-    rows = [
-        [words, fixed(metric, digits), span(metric, digits)]
-        for name, words, digits in (
-            ("equal", "prompts with the same tokens", 3),
-            ("logit_difference", "largest difference of a logit", 6),
-            ("smallest_gap", "smallest lead of the likeliest token, in logits", 6),
-            ("within_reach", "positions where the difference could reach that lead", 0),
-            ("tokens", "positions compared", 0),
-        )
-        if (metric := as_metric(found.get(name))) is not None
-    ]
-    return Grid(["metric", "value", "95% interval"], rows, quiet={2})
+    return _named_grid(report, "batching", _BATCHING)
+
+
+def decoding_grid(report: Report) -> Grid:
+    """Steps with packed kernels against exact ones."""
+    return _named_grid(report, "decoding", _DECODING)
 
 
 def unequal_grid(report: Report) -> Grid:
@@ -98,6 +105,17 @@ def unequal_grid(report: Report) -> Grid:
     ]  # fmt: skip
     heads = ["prompt", "tokens before", "alone", "in a batch", "lead alone", "largest difference there"]
     return Grid(heads, rows, left={0, 2, 3})
+
+
+def _named_grid(report: Report, part: str, names: tuple[tuple[str, str, int], ...]) -> Grid:
+    """The metrics of a part that it has, each with the words that say what it is."""
+    found = members(report.metrics.get(part))
+    rows = [
+        [words, fixed(metric, digits), span(metric, digits)]
+        for name, words, digits in names
+        if (metric := as_metric(found.get(name))) is not None
+    ]
+    return Grid(["metric", "value", "95% interval"], rows, quiet={2})
 
 
 def _samples(report: Report) -> list[dict[str, Any]]:

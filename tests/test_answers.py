@@ -113,3 +113,10 @@ def test_long_answers_and_questions_are_cut_with_a_note(manifest: Manifest) -> N
 
 def test_a_text_that_fits_is_not_cut() -> None:
     assert cut("abc", 3) == cut_start("abc", 3) == "abc"
+
+
+def test_fast_decoding_is_shown_where_it_was_measured(manifest: Manifest) -> None:
+    report = sample_report(manifest)
+    assert answers.decoding_grid(report).rows == []
+    report.metrics["decoding"] = {"tokens": 32, "largest_difference": 0.25, "kl_mean": 0.0001, "top1": 0.96875}
+    assert [row[1] for row in answers.decoding_grid(report).rows] == ["0.000100", "0.969", "0.250000", "32"]

@@ -159,7 +159,9 @@ def test_batching_metrics_are_those_counted_by_hand() -> None:
 
 def test_the_same_model_never_parts_from_itself(home: Path) -> None:
     serving, checkpoint = loaded(home)
-    found = measure_serving(serving, load_checkpoint(checkpoint), continuations(serving, load_checkpoint(checkpoint)), decode)
+    found = measure_serving(
+        serving, load_checkpoint(checkpoint), continuations(serving, load_checkpoint(checkpoint)), decode
+    )
     certain = {"value": 1.0, "low": 1.0, "high": 1.0}
     assert found["generation"]["identical"] == found["generation"]["prefix_share"] == certain
     assert all(sample["divergence"] is None for sample in found["generation"]["samples"])
