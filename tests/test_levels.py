@@ -33,6 +33,7 @@ LEVELS: list[list[str]] = [
     ["calibration"],
     # the artifact
     ["manifest"],
+    ["components"],
     ["artifact"],
     ["plan"],
     ["sink"],
