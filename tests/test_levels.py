@@ -13,7 +13,7 @@ ROOT = Path(quantkit.__file__).parent
 # Lowest first. Modules of one row do not import each other. A new module goes into the first row above its imports.
 LEVELS: list[list[str]] = [
     ["errors", "types", "canonical", "data", "files", "spill", "figures"],
-    ["schema", "affine", "bitpack"],
+    ["schema", "affine", "bitpack", "seals"],
     # algorithms: tensors in, tensors out. rtn, search and smoothquant stand alone; gptq uses search; awq uses both.
     ["algorithms.rtn", "algorithms.search", "algorithms.smoothquant"],
     ["algorithms.gptq", "algorithms.reconstruct"],
@@ -42,7 +42,7 @@ LEVELS: list[list[str]] = [
     # its evaluation and its release
     ["report", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
     ["evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
-    ["evaluate.breakdown", "evaluate.tasks"],
+    ["evaluate.breakdown", "evaluate.tasks", "evaluate.agreement"],
     ["evaluate.run"],
     ["gates", "inspection", "compare"],
     ["grids"],

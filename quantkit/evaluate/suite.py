@@ -56,6 +56,19 @@ class Suite(Strict):
         # A suite without tasks keeps the hash that it had before there were any, and so do the reports made with it.
         return sha256_json(self.model_dump(mode="json", exclude=None if self.tasks else {"tasks"}))
 
+    @property
+    def fidelity_key(self) -> str:
+        """Under which key the fidelity corpus is scored: that of the perplexity entry with which it shares its run."""
+        assert self.fidelity is not None
+        return self.fidelity.text if self.fidelity in self.perplexity else f"fidelity:{self.fidelity.text}"
+
+    def corpora(self, with_reference: bool) -> dict[str, Corpus]:
+        """What is scored, by key. Fidelity needs a reference."""
+        corpora = {corpus.text: corpus for corpus in self.perplexity}
+        if self.fidelity is not None and with_reference:
+            corpora.setdefault(self.fidelity_key, self.fidelity)
+        return corpora
+
     def limited(self, limit: int | None) -> "Suite":
         """At most `limit` windows of each text and documents of each task. Raises UsageError for a limit below one."""
         if limit is None:
