@@ -40,9 +40,9 @@ LEVELS: list[list[str]] = [
     ["blockwise"],
     ["pipeline"],
     # its evaluation and its release
-    ["report", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
+    ["report", "diff", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
     ["evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
-    ["evaluate.breakdown", "evaluate.tasks", "evaluate.agreement"],
+    ["evaluate.breakdown", "evaluate.tasks", "evaluate.agreement", "verification"],
     ["evaluate.run"],
     ["gates", "inspection", "compare"],
     ["grids"],
