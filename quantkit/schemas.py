@@ -8,12 +8,14 @@ from quantkit.data import data_dir
 from quantkit.evaluate.suite import Suite
 from quantkit.files import write_file
 from quantkit.gates import Policy
+from quantkit.ledger import Entry
 from quantkit.manifest import Manifest
 from quantkit.recipe import Recipe
 from quantkit.report import Report
 from quantkit.texts import TextDefinition
 
 DOCUMENTS: dict[str, type[BaseModel]] = {
+    "ledger-entry": Entry,
     "manifest": Manifest,
     "policy": Policy,
     "recipe": Recipe,

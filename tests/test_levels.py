@@ -40,11 +40,12 @@ LEVELS: list[list[str]] = [
     ["blockwise"],
     ["pipeline"],
     # its evaluation and its release
-    ["report", "diff", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
+    ["report", "ledger", "diff", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
     ["evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
     ["evaluate.breakdown", "evaluate.tasks", "evaluate.agreement", "verification"],
     ["evaluate.run"],
     ["gates", "inspection", "compare"],
+    ["release"],
     ["grids"],
     ["tables", "pages"],
     ["demo"],
