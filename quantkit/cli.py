@@ -487,7 +487,7 @@ def _windows_bar() -> Iterator[Any]:
 
 def _stamp(by: str | None, at: str | None) -> Any:
     """Who and when, for the ledger: asked of the machine only where it was not given."""
-    from quantkit.ledger import TIME_FORMAT, Stamp
+    from quantkit.entries import TIME_FORMAT, Stamp
     from quantkit.schema import validate
 
     given = {

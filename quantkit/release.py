@@ -7,9 +7,10 @@ from typing import Any
 
 from quantkit.artifact import verify
 from quantkit.canonical import sha256_bytes
+from quantkit.entries import Entry, Held, Release, Stamp, refuse_channel
 from quantkit.errors import LedgerError, QuantkitError, ReportError, RestoreError, UsageError
 from quantkit.gates import Policy, Verdict, default_report, gate
-from quantkit.ledger import Entry, Held, Ledger, Release, Stamp, locked, read_ledger, refuse_channel
+from quantkit.ledger import Ledger, locked, read_ledger
 from quantkit.manifest import read_manifest
 
 

@@ -5,10 +5,10 @@ import json
 from pydantic import BaseModel
 
 from quantkit.data import data_dir
+from quantkit.entries import Entry
 from quantkit.evaluate.suite import Suite
 from quantkit.files import write_file
 from quantkit.gates import Policy
-from quantkit.ledger import Entry
 from quantkit.manifest import Manifest
 from quantkit.recipe import Recipe
 from quantkit.report import Report

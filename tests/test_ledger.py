@@ -15,17 +15,9 @@ from typing import Any
 import pytest
 
 from quantkit.canonical import canonical_json, sha256_bytes, sha256_json
+from quantkit.entries import Entry, Release, Stamp, refuse_channel
 from quantkit.errors import LedgerError, SchemaError
-from quantkit.ledger import (
-    Entry,
-    Ledger,
-    Release,
-    Stamp,
-    check_ledger,
-    locked,
-    read_ledger,
-    refuse_channel,
-)
+from quantkit.ledger import Ledger, check_ledger, locked, read_ledger
 from quantkit.schema import validate
 
 STAMP = Stamp(by="ana", at="2026-01-31T09:00:00Z")
@@ -424,6 +416,13 @@ def test_a_file_that_may_not_grow_leaves_the_ledger_as_it_was(ledger: Path) -> N
     assert check_ledger(ledger).problems == []
 
 
+def test_a_file_in_the_place_of_the_folder_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for read in (read_ledger, check_ledger):
+        with pytest.raises(LedgerError, match=r"file is not a directory; name the ledger's folder"):
+            read(tmp_path / "file")
+
+
 def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match=r"cannot be written \(.*\) and is as it was"):
@@ -495,6 +494,15 @@ def test_a_writer_that_waits_too_long_says_so(ledger: Path) -> None:
             locked(ledger, wait=0.1).__enter__()
 
     holding(ledger, wait)
+
+
+def test_a_disk_without_locks_is_one_error(ledger: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: Any) -> None:
+        raise OSError(37, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(LedgerError, match=r"cannot be locked \(No locks available\); keep the ledger on a disk"):
+        promote(ledger, B)
 
 
 def test_the_lock_of_a_killed_writer_is_free(ledger: Path) -> None:

@@ -40,10 +40,10 @@ LEVELS: list[list[str]] = [
     ["blockwise"],
     ["pipeline"],
     # its evaluation and its release
-    ["report", "ledger", "diff", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
-    ["evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
+    ["report", "entries", "diff", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
+    ["chain", "evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
     ["evaluate.breakdown", "evaluate.tasks", "evaluate.agreement", "verification"],
-    ["evaluate.run"],
+    ["ledger", "evaluate.run"],
     ["gates", "inspection", "compare"],
     ["release"],
     ["grids"],

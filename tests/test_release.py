@@ -13,9 +13,10 @@ import pytest
 from quantkit.canonical import sha256_bytes, sha256_file
 from quantkit.checkpoint import open_checkpoint
 from quantkit.diff import diff, named_manifest
+from quantkit.entries import Entry, Stamp
 from quantkit.errors import ArtifactError, LedgerError, ReportError, RestoreError
 from quantkit.gates import Policy
-from quantkit.ledger import Entry, Stamp, check_ledger, read_ledger
+from quantkit.ledger import check_ledger, read_ledger
 from quantkit.manifest import read_manifest
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
