@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from quantkit.artifact import REPORTS, verify
 from quantkit.canonical import canonical_json, sha256_bytes
 from quantkit.errors import ReportError
-from quantkit.evaluate.agreement import refuse_other_protocol
+from quantkit.evaluate.asked import refuse_other_protocol
 from quantkit.evaluate.suite import Suite, load_suite
 from quantkit.files import replace_file
 from quantkit.manifest import Manifest, read_manifest

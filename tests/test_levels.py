@@ -42,7 +42,7 @@ LEVELS: list[list[str]] = [
     # its evaluation and its release
     ["report", "entries", "diff", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
     ["chain", "evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
-    ["evaluate.breakdown", "evaluate.tasks", "evaluate.agreement", "verification"],
+    ["evaluate.breakdown", "evaluate.tasks", "evaluate.asked", "verification"],
     ["ledger", "evaluate.run"],
     ["gates", "inspection", "compare"],
     ["release"],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quantkit.errors import ReportError
-from quantkit.evaluate.agreement import refuse_other_protocol
+from quantkit.evaluate.asked import refuse_other_protocol
 from quantkit.evaluate.protocol import protocol_hash
 from quantkit.evaluate.suite import Corpus, Suite
 from quantkit.report import REPORT_VERSION, Report, Subject, SuiteRecord
