@@ -40,9 +40,9 @@ LEVELS: list[list[str]] = [
     ["blockwise"],
     ["pipeline"],
     # its evaluation and its release
-    ["report", "entries", "diff", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
-    ["chain", "evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
-    ["evaluate.breakdown", "evaluate.tasks", "evaluate.asked", "verification"],
+    ["report", "entries", "diff", "evaluate.uncertainty", "evaluate.kernels", "evaluate.protocol"],
+    ["chain", "evaluate.loader", "evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
+    ["evaluate.breakdown", "evaluate.decoding", "evaluate.kept", "evaluate.tasks", "evaluate.asked", "verification"],
     ["ledger", "evaluate.run"],
     ["gates", "inspection", "compare"],
     ["release"],

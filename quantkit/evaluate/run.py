@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,12 +12,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quantkit.artifact import verify
+from quantkit.canonical import sha256_json
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, ReportError
 from quantkit.evaluate.breakdown import breakdown, read_part
+from quantkit.evaluate.decoding import compared_steps, decoding_metrics
+from quantkit.evaluate.kept import Kept
 from quantkit.evaluate.loader import is_artifact, load_artifact, load_checkpoint
+from quantkit.evaluate.outcomes import Outcome
 from quantkit.evaluate.protocol import Windows, load_windows, protocol_hash, protocol_record
-from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows
+from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows, window_logits
 from quantkit.evaluate.suite import Suite
 from quantkit.evaluate.uncertainty import BOOTSTRAP
 from quantkit.manifest import RUN_FILE, files_identity, read_manifest
@@ -26,6 +31,9 @@ from quantkit.schema import read_json
 
 if TYPE_CHECKING:
     from quantkit.evaluate.tasks import LoadedTask
+
+# Bytes of unpacked weights that stay in memory: small models then run like dense ones, large ones a little faster.
+_KEPT = 2 << 30
 
 # Told the total number of windows and answers once, then called after each.
 Progress = Callable[[int | None], None]
@@ -67,19 +75,22 @@ def evaluate(
         _check_vocabulary(opened, beside)
     tasks = _load_tasks(limited, opened.checkpoint)
     subject = opened.load(None)
-    expected = None if beside is None else beside.load(subject.dtype)
+    expected = None if beside is None else _Reference(beside, subject.dtype, opened.checkpoint)
     answers = sum(task.requests for task in tasks) * (1 if beside is None else 2)
-    progress(sum(len(part.ids) for part in windows.values()) + answers)
-    scores = {key: score_windows(subject, part.ids, expected, lambda: progress(None)) for key, part in windows.items()}
+    steps = compared_steps(subject, _decoded(windows)) if tasks else 0
+    progress(sum(len(part.ids) for part in windows.values()) + answers + steps)
+    tick = partial(progress, None)
+    logits = None if expected is None else expected.logits
+    scores = {key: score_windows(subject, part.ids, logits, tick) for key, part in windows.items()}
     metrics = _metrics(limited, scores, beside is not None)
     if beside is not None:
         metrics["breakdown"] = _breakdown(limited, scores, windows, tokenizer)
     record = protocol_record(windows, subject.dtype, BOOTSTRAP)
     if tasks:
-        models = [(subject, opened.checkpoint)]
-        if beside is not None and expected is not None:
-            models.append((expected, beside.checkpoint))
-        notes += _measure_tasks(tasks, models, metrics, record, lambda: progress(None))
+        notes += _measure_tasks(tasks, subject, opened.checkpoint, expected, metrics, record, tick)
+        record["decoding"] = "packed kernels" if steps else "exact"
+    if steps:
+        metrics["decoding"] = decoding_metrics(subject, _decoded(windows), tick)
     return Report(
         schema_version=REPORT_VERSION,
         identity=opened.subject.identity,
@@ -90,7 +101,9 @@ def evaluate(
         protocol_record=record,
         metrics=metrics,
         notes=notes,
-        run=_run(started, windows) | ({"task_answers": answers} if tasks else {}),
+        run=_run(started, windows)
+        | ({"task_answers": answers} if tasks else {})
+        | ({} if expected is None else {"reference_answers_kept": expected.kept.found}),
     ).sealed()
 
 
@@ -114,7 +127,9 @@ def open_model(model: str, trust_remote_code: bool = False) -> Opened:
     subject = Subject(kind="artifact", name=path.resolve().name, identity=read_manifest(path).identity)
     checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
     return Opened(
-        subject, checkpoint, lambda dtype: load_artifact(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        subject,
+        checkpoint,
+        lambda dtype: load_artifact(path, dtype=dtype, fast=True, keep=_KEPT, trust_remote_code=trust_remote_code),
     )
 
 
@@ -190,21 +205,74 @@ def _load_tasks(suite: Suite, checkpoint: Checkpoint) -> list["LoadedTask"]:
     return load_tasks(suite.task_entries, checkpoint)
 
 
+class _Reference:
+    """The model that a subject is compared with: asked only what it has not been asked before, loaded only for that.
+
+    reader: the subject's checkpoint, whose tokenizer reads for both.
+    """
+
+    def __init__(self, opened: Opened, dtype: torch.dtype, reader: Checkpoint) -> None:
+        self._opened, self._dtype, self._reader = opened, dtype, reader
+        self.kept = Kept(opened.subject.identity, dtype)
+        self.logits = self.kept.logits(lambda window: window_logits(self._model, window))
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        return self._opened.load(self._dtype)
+
+    def outcome(self, task: "LoadedTask", tick: Callable[[], None]) -> Outcome:
+        """What it does on a task."""
+        from quantkit.evaluate.tasks import run_tasks
+
+        tokenizer = self._reader.tokenizer()  # a new one: lm-eval may give it a padding token
+        question = {"task": task.name, "limit": task.limit, "rules": task.rules, "tokenizer": _reading_of(tokenizer)}
+        done = 0
+
+        def count() -> None:
+            nonlocal done
+            done += 1
+            tick()
+
+        def ask() -> dict[str, Any]:
+            return vars(run_tasks(self._model, self._opened.checkpoint, tokenizer, [task], count)[task.name])
+
+        answer = self.kept.document(question, ask)
+        for _ in range(task.requests - done):
+            tick()
+        return Outcome(**answer)
+
+
+def _reading_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of everything that a tokenizer does to text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    return sha256_json(
+        [type(tokenizer).__name__, rules, str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
+    )
+
+
 def _measure_tasks(
     tasks: list["LoadedTask"],
-    models: list[tuple[PreTrainedModel, Checkpoint]],
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    reference: _Reference | None,
     metrics: dict[str, Any],
     record: dict[str, Any],
     tick: Callable[[], None],
 ) -> list[str]:
-    """Add the tasks to metrics and protocol record. models: the subject, then the reference. Returns notes."""
+    """Add the tasks to metrics and protocol record. Returns notes."""
     from quantkit.evaluate.tasks import run_tasks, tasks_metrics, tasks_record
 
-    tokenizer = models[0][1].tokenizer()  # one for both, as for the windows; lm-eval may give it a padding token
-    outcomes = [run_tasks(model, checkpoint, tokenizer, tasks, tick) for model, checkpoint in models]
-    metrics["tasks"], notes = tasks_metrics(tasks, outcomes[0], outcomes[1] if len(outcomes) > 1 else None)
+    found = run_tasks(model, checkpoint, checkpoint.tokenizer(), tasks, tick)
+    beside = None if reference is None else {task.name: reference.outcome(task, tick) for task in tasks}
+    metrics["tasks"], notes = tasks_metrics(tasks, found, beside)
     record |= tasks_record(tasks)
     return notes
+
+
+def _decoded(windows: dict[str, Windows]) -> list[torch.Tensor]:
+    """The windows on which ways of decoding are compared: the first of each text."""
+    return [part.ids[0] for part in windows.values()]
 
 
 def _run(started: float, windows: dict[str, Windows]) -> dict[str, Any]:

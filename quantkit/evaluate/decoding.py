@@ -1,0 +1,88 @@
+"""How far decoding with packed kernels is from exact decoding: the same tokens, one step at a time, both ways."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from quantkit.evaluate.loader import exactly, fast_layers
+from quantkit.evaluate.scoring import score_rows
+
+# Tokens before the first step, and steps: few, for exact steps unpack every layer each time.
+_PROMPT, _STEPS = 64, 16
+
+
+def compared_steps(model: PreTrainedModel, windows: Sequence[torch.Tensor]) -> int:
+    """How many steps `decoding_metrics` will compare on `windows`, each `[length]`; none where nothing is fast."""
+    fast = any(layer.kernel() is not None for layer in fast_layers(model))
+    return sum(len(_steps(window)) - 1 for window in windows) if fast else 0
+
+
+@torch.no_grad()
+def decoding_metrics(
+    model: PreTrainedModel, windows: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
+    """Fast steps beside exact ones, on the tokens of `windows`, each `[length]`.
+
+    Returns `tokens`; `largest_difference` of any logit; `kl_mean`, KL(exact, fast) in nats; `top1`, the share of steps
+    with the same most likely token. The steps of each way see the keys and values of that way.
+    """
+    fast, exact, labels = [], [], []
+    for window in windows:
+        prompt, steps = window[: _prompt(window)], _steps(window)
+        fast.append(_forced(model, prompt, steps[:-1]))
+        with exactly(model):
+            exact.append(_forced(model, prompt, steps[:-1]))
+        labels.append(steps[1:])
+        for _ in labels[-1]:
+            progress()
+    found, expected = torch.cat(fast), torch.cat(exact)
+    rows = score_rows(found, expected, torch.cat(labels))
+    return {
+        "tokens": len(found),
+        "largest_difference": (found.float() - expected.float()).abs().max().item(),
+        "kl_mean": float(rows["kl"].mean()),
+        "top1": float(rows["top1"].mean()),
+    }
+
+
+def _prompt(window: torch.Tensor) -> int:
+    return min(_PROMPT, len(window) // 2)
+
+
+def _steps(window: torch.Tensor) -> torch.Tensor:
+    """The tokens of the steps, and one more: the last has no step of its own."""
+    return window[_prompt(window) :][: _STEPS + 1]
+
+
+class _Force(LogitsProcessor):  # type: ignore[misc]
+    """Lets nothing but the given tokens follow the prompt."""
+
+    def __init__(self, tokens: torch.Tensor, start: int) -> None:
+        self._tokens, self._start = tokens, start
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        step = input_ids.shape[1] - self._start
+        forced[:, self._tokens[min(step, len(self._tokens) - 1)]] = 0
+        return forced
+
+
+def _forced(model: PreTrainedModel, prompt: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits `[n, vocabulary]` after each of `tokens` `[n]`, given one at a time after `prompt`."""
+    settings = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=len(tokens) + 1,
+        output_logits=True,
+        return_dict_in_generate=True,
+        pad_token_id=0,
+    )
+    output = model.generate(
+        prompt.unsqueeze(0),
+        attention_mask=torch.ones_like(prompt).unsqueeze(0),
+        generation_config=settings,
+        logits_processor=LogitsProcessorList([_Force(tokens, len(prompt))]),
+    )
+    # The first logits are the prompt's own, from a forward of many tokens.
+    return torch.cat(output.logits[1:])
