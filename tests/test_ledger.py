@@ -246,6 +246,16 @@ def test_a_line_that_was_edited_and_sealed_again_breaks_the_line_after_it_or_the
         write_lines(ledger, kept)
 
 
+def test_a_line_or_head_of_the_same_values_in_another_form_is_found(ledger: Path) -> None:
+    kept, head = lines(ledger), (ledger / "ledger.head").read_bytes()
+    for form in (json.dumps(json.loads(kept[2])).encode() + b"\n", b'{"sequence":3,' + kept[2][1:]):
+        write_lines(ledger, [*kept[:2], form, *kept[3:]])
+        assert check_ledger(ledger).problems == ["ledger.jsonl line 3 was changed after it was written"]
+    write_lines(ledger, kept)
+    (ledger / "ledger.head").write_bytes(head.replace(b":", b": "))
+    assert check_ledger(ledger).problems == ["ledger.head was changed after it was written"]
+
+
 @pytest.mark.parametrize("changes", [{"previous_identity": None}, {"restores": 2}, {"action": "rollback"}])
 def test_a_last_line_that_contradicts_the_history_is_found_even_when_chain_and_head_fit(
     changes: dict[str, Any], ledger: Path
