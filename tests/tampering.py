@@ -6,6 +6,7 @@ What makes them (`scene`, `tamperings`) and what must find them (`findings`) ser
 import copy
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,8 +93,8 @@ def findings(found: Scene) -> list[str]:
 
 
 def names(path: Path, problems: list[str]) -> bool:
-    """Whether a finding names the file."""
-    return any(path.name in problem for problem in problems)
+    """Whether a finding names the file, and not one whose name ends like it."""
+    return any(re.search(rf"(^|[^\w.-]){re.escape(path.name)}", problem) for problem in problems)
 
 
 def tamperings(found: Scene, count: int, seed: int) -> Iterator[Tampering]:
