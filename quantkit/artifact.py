@@ -14,9 +14,19 @@ import torch
 
 from quantkit.canonical import sha256_file, sha256_json
 from quantkit.checkpoint import INDEX_FILE, WEIGHTS_FILE
+from quantkit.components import component_hashes
 from quantkit.errors import ArtifactError
 from quantkit.files import sync_directory, write_file
-from quantkit.manifest import MANIFEST_FILE, RUN_FILE, Component, FileRecord, Manifest, component_of, read_manifest
+from quantkit.manifest import (
+    COMPONENTS,
+    MANIFEST_FILE,
+    RUN_FILE,
+    Component,
+    FileRecord,
+    Manifest,
+    component_of,
+    read_manifest,
+)
 from quantkit.tensorfile import FileLayout, TensorFileWriter, TensorSpec, layout
 
 REPORTS = "evals"
@@ -125,9 +135,7 @@ def disk_errors(output: Path) -> Iterator[None]:
 
 def record_components(directory: Path) -> dict[Component, list[FileRecord]]:
     """Every file in `directory` with its hash, by component; components without a file are there, empty."""
-    components: dict[Component, list[FileRecord]] = {
-        "weights": [], "config": [], "tokenizer": [], "chat_template": [], "generation": [], "other": [],
-    }  # fmt: skip
+    components: dict[Component, list[FileRecord]] = {name: [] for name in COMPONENTS}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             name = path.relative_to(directory).as_posix()
@@ -143,16 +151,34 @@ def verify(artifact: Path) -> list[str]:
     Raises ArtifactError where there is no readable manifest to compare with.
     """
     manifest = read_manifest(artifact)
-    problems = []
-    for name, record in sorted(manifest.files.items()):
-        path = artifact / name
-        if not path.is_file() or path.is_symlink():
-            problems.append(f"missing: {name} ({component_of(name)})")
-        elif not _matches(path, record):
-            problems.append(f"changed: {name} ({component_of(name)})")
+    return differences(artifact, manifest, changed_files(artifact, manifest))
+
+
+def differences(artifact: Path, manifest: Manifest, changed: dict[str, str]) -> list[str]:
+    """What `verify` finds, given the files that have changed."""
+    problems = list(changed.values())
+    if not problems:
+        hashes = component_hashes(artifact, manifest.components, manifest.component_sha256)
+        problems += [
+            f"changed: {MANIFEST_FILE} (its hash of the component {name} is not that of the files)"
+            for name, value in hashes.items()
+            if value != manifest.component_sha256[name]
+        ]
     problems += [f"extra: {name}" for name in _extra_files(artifact, manifest)]
     if (artifact / RUN_FILE).is_file():
         problems += _run_problems(artifact / RUN_FILE, manifest)
+    return problems
+
+
+def changed_files(artifact: Path, manifest: Manifest) -> dict[str, str]:
+    """What is wrong with each recorded file that is not there as recorded: a sentence by file name."""
+    problems = {}
+    for name, record in sorted(manifest.files.items()):
+        path = artifact / name
+        if not path.is_file() or path.is_symlink():
+            problems[name] = f"missing: {name} ({component_of(name)})"
+        elif not _matches(path, record):
+            problems[name] = f"changed: {name} ({component_of(name)})"
     return problems
 
 

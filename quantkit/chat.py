@@ -6,6 +6,7 @@ A conversation is a list of `{"role": ..., "content": ...}`, both text; further 
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from quantkit.canonical import sha256_bytes
 from quantkit.errors import CalibrationError, TextError, one_line
@@ -22,6 +23,8 @@ _FIXED_DAY = (
     # The environment drops the newline after a block, so that the template starts on a line of its own as before.
     + " }}{% endmacro %}\n"
 )
+# Stands for a message where only what surrounds it is asked for.
+_MARK = "THE MESSAGE"
 
 
 def render(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -60,6 +63,31 @@ def ask(question: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
             f"the chat template refuses a question ({one_line(error)})",
             "correct the model's chat template, or leave generation out of the suite",
         ) from None
+
+
+def opening(template: str, special: dict[str, str]) -> str | None:
+    """What the model reads before the first word of a user who gives no system message: with most templates the default
+    system prompt. special: the tokenizer's special tokens by name, as templates know them.
+
+    None where the template writes no such conversation.
+    """
+    if "strftime_now" in template:
+        template = _FIXED_DAY + template
+    for content in (_MARK, [{"type": "text", "text": _MARK}]):
+        conversation = [{"role": "user", "content": content}]
+        before, mark, _ = _written(template, conversation, special).partition(_MARK)
+        if mark:
+            return before.encode(errors="replace").decode()  # a template may write half of a character pair
+    return None
+
+
+def _written(template: str, conversation: list[dict[str, Any]], special: dict[str, str]) -> str:
+    """What a template makes of a conversation; empty where it refuses it."""
+    try:
+        (text,), _ = render_jinja_template([conversation], chat_template=template, **special)
+    except Exception:  # a template is a program of the model's maker
+        return ""
+    return str(text)
 
 
 def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -67,6 +67,16 @@ class ReportError(QuantkitError):
     """An evaluation report is missing, or belongs to other bytes or another protocol."""
 
 
+class LedgerError(QuantkitError):
+    """The ledger is damaged, cannot be written, or holds nothing to do what was asked."""
+
+
+class RestoreError(QuantkitError):
+    """The artifact that a rollback would restore is gone or changed: the check said no."""
+
+    exit_code = 1
+
+
 class InterruptedRunError(QuantkitError):
     """The run was stopped by a signal; nothing stands under the final name."""
 

@@ -20,6 +20,7 @@ from quantkit.files import replace_file
 from quantkit.gates import Verdict, gate, load_policy
 from quantkit.manifest import Manifest, read_manifest
 from quantkit.report import Report, as_metric
+from quantkit.seals import seal_page
 
 DEFAULT_POLICY = "smoke"
 # Layers and answers shown at once; the others are one click away.
@@ -115,11 +116,11 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write a page as a whole. Raises ReportError where it cannot be written."""
+    """Write a page as a whole, with its hash as the last line. Raises ReportError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A report can hold half of a character pair, which no encoding can; it becomes a question mark.
-        replace_file(path, page.encode(errors="replace"))
+        replace_file(path, seal_page(page.encode(errors="replace")))
     except OSError as error:
         raise ReportError(f"{path} cannot be written: {error.strerror}", "choose another --output") from None
 

@@ -22,6 +22,7 @@ from quantkit.blockwise import quantise_blocks
 from quantkit.calibration import Calibration
 from quantkit.canonical import sha256_file
 from quantkit.checkpoint import INDEX_FILE, Checkpoint, config_values
+from quantkit.components import component_hashes
 from quantkit.errors import ArtifactError, CalibrationError, CheckpointError, NumericsError
 from quantkit.files import copy_file, write_file
 from quantkit.manifest import (
@@ -200,6 +201,7 @@ def _manifest(
     plan: Plan, sink: Sink, calibration: Calibration | None, directory: Path, source: list[FileRecord]
 ) -> Manifest:
     checkpoint = plan.checkpoint
+    components = record_components(directory)
     return Manifest(
         schema_version=SCHEMA_VERSION,
         # Without the local tag: builds of one release compute the same codes.
@@ -219,7 +221,8 @@ def _manifest(
         fallbacks=plan.fallbacks + sink.fallbacks,
         notes=plan.notes,
         readers=plan.readers,
-        components=record_components(directory),
+        components=components,
+        component_sha256=component_hashes(directory, components),
         totals=totals(plan, directory),
     )
 

@@ -5,6 +5,7 @@ import json
 from pydantic import BaseModel
 
 from quantkit.data import data_dir
+from quantkit.entries import Entry
 from quantkit.evaluate.prompts import PromptSet
 from quantkit.evaluate.suite import Suite
 from quantkit.files import write_file
@@ -15,6 +16,7 @@ from quantkit.report import Report
 from quantkit.texts import TextDefinition
 
 DOCUMENTS: dict[str, type[BaseModel]] = {
+    "ledger-entry": Entry,
     "manifest": Manifest,
     "policy": Policy,
     "prompts": PromptSet,

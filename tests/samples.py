@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from quantkit.evaluate.breakdown import CLASSES, Part, breakdown
+from quantkit.evaluate.protocol import PROTOCOL_VERSION, protocol_hash
 from quantkit.evaluate.scoring import Scores
-from quantkit.evaluate.suite import load_suite
+from quantkit.evaluate.suite import Suite, load_suite
+from quantkit.evaluate.uncertainty import BOOTSTRAP
 from quantkit.manifest import Manifest, OutputError, read_manifest
 from quantkit.report import REPORT_VERSION, Report, Subject, SuiteRecord, write_report
 
@@ -90,23 +92,29 @@ def sample_metrics(ratio: float = 1.04) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def sample_protocol(suite: Suite) -> dict[str, Any]:
+    """The protocol record of a run of `suite` beside a reference."""
+    texts = {
+        key: {
+            "text": corpus.text, "language": corpus.text[-2:], "text_sha256": "a" * 64, "separator": "\n\n",
+            "bos": "none", "windows": corpus.windows, "length": corpus.length, "tokens_sha256": "b" * 64,
+        }
+        for key, corpus in suite.corpora(with_reference=True).items()
+    }  # fmt: skip
+    return {"version": PROTOCOL_VERSION, "texts": texts, "dtype": "float32", "bootstrap": BOOTSTRAP}
+
+
 def sample_report(manifest: Manifest, **changes: Any) -> Report:
     """A report of suite `quick` that belongs to the artifact of `manifest`."""
-    texts = {
-        name: {
-            "text": name, "language": name[-2:], "text_sha256": "a" * 64, "separator": "\n\n", "bos": "none",
-            "windows": 24, "length": 512, "tokens_sha256": "b" * 64,
-        }
-        for name in ("wiki-en", "handbook-zh")
-    }  # fmt: skip
+    record = changes.get("protocol_record", sample_protocol(load_suite("quick")))
     values: dict[str, Any] = {
         "schema_version": REPORT_VERSION,
         "identity": manifest.identity,
         "subject": Subject(kind="artifact", name="artifact", identity=manifest.identity),
         "reference": Subject(kind="checkpoint", name=manifest.source.name, identity=manifest.source_identity),
         "suite": SuiteRecord(name="quick", sha256=load_suite("quick").sha256, limit=None),
-        "protocol": "c" * 64,
-        "protocol_record": {"version": 1, "texts": texts, "dtype": "float32"},
+        "protocol": protocol_hash(record),
+        "protocol_record": record,
         "metrics": sample_metrics(),
         "notes": [],
         "run": {"seconds": 61.2, "scored_tokens": 18396, "versions": {"quantkit": "0.1.0"}},

@@ -209,10 +209,34 @@ def test_a_directory_without_a_usable_manifest_is_refused(content: str | None, a
 def test_a_manifest_of_another_schema_version_is_refused(artifact: Path) -> None:
     path = artifact / "manifest.json"
     values = json.loads(path.read_bytes())
-    values["schema_version"] = 2
+    for version in (1, 3):
+        path.write_bytes(canonical_json(values | {"schema_version": version}))
+        with pytest.raises(ArtifactError, match=f"schema_version {version}, this quantkit reads 2; convert the source"):
+            verify(artifact)
+
+
+@pytest.mark.parametrize("component", ["weights", "scheme", "chat_template", "other"])
+def test_a_component_hash_that_is_not_that_of_its_files_is_found_without_a_run_record(
+    component: str, artifact: Path
+) -> None:
+    (artifact / "run.json").unlink()
+    path = artifact / "manifest.json"
+    values = json.loads(path.read_bytes())
+    values["component_sha256"][component] = "0" * 64
     path.write_bytes(canonical_json(values))
-    with pytest.raises(ArtifactError, match="schema_version"):
-        verify(artifact)
+    assert verify(artifact) == [
+        f"changed: manifest.json (its hash of the component {component} is not that of the files)"
+    ]
+
+
+def test_a_manifest_that_lacks_a_component_is_refused(artifact: Path) -> None:
+    path = artifact / "manifest.json"
+    values = json.loads(path.read_bytes())
+    for key in ("components", "component_sha256"):
+        kept = {name: value for name, value in values[key].items() if name != "generation"}
+        path.write_bytes(canonical_json(values | {key: kept}))
+        with pytest.raises(ArtifactError, match=f"{key}: no generation"):
+            verify(artifact)
 
 
 def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
@@ -239,9 +263,11 @@ def test_components_list_each_file_once_and_empty_ones_are_there(tmp_path: Path)
     (tmp_path / "additional_chat_templates").mkdir()
     for name in ("model.safetensors", "additional_chat_templates/tool.jinja", "modeling_own.py"):
         (tmp_path / name).write_text(name)
+    (tmp_path / "SYSTEM_PROMPT.txt").write_text("Be brief.")
     found = {component: [r.name for r in records] for component, records in record_components(tmp_path).items()}
     assert found == {
-        "weights": ["model.safetensors"], "config": [], "tokenizer": [], "generation": [],
+        "weights": ["model.safetensors"], "config": [], "tokenizer": [], "generation": [], "scheme": [],
+        "system_prompt": ["SYSTEM_PROMPT.txt"],
         "chat_template": ["additional_chat_templates/tool.jinja"], "other": ["modeling_own.py"],
     }  # fmt: skip
 

@@ -13,7 +13,7 @@ ROOT = Path(quantkit.__file__).parent
 # Lowest first. Modules of one row do not import each other. A new module goes into the first row above its imports.
 LEVELS: list[list[str]] = [
     ["errors", "types", "canonical", "data", "files", "spill", "figures"],
-    ["schema", "affine", "bitpack"],
+    ["schema", "affine", "bitpack", "seals"],
     # algorithms: tensors in, tensors out. rtn, search and smoothquant stand alone; gptq uses search; awq uses both.
     ["algorithms.rtn", "algorithms.search", "algorithms.smoothquant"],
     ["algorithms.gptq", "algorithms.reconstruct"],
@@ -33,17 +33,20 @@ LEVELS: list[list[str]] = [
     ["calibration"],
     # the artifact
     ["manifest"],
+    ["components"],
     ["artifact"],
     ["plan"],
     ["sink"],
     ["blockwise"],
     ["pipeline"],
     # its evaluation and its release
-    ["report", "evaluate.uncertainty", "evaluate.kernels", "evaluate.protocol", "evaluate.prompts"],
-    ["evaluate.generation", "evaluate.loader", "evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
+    ["report", "entries", "diff", "evaluate.uncertainty", "evaluate.kernels", "evaluate.protocol", "evaluate.prompts"],
+    ["chain", "evaluate.generation", "evaluate.loader", "evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
     ["evaluate.breakdown", "evaluate.decoding", "evaluate.kept", "evaluate.tasks", "evaluate.serving"],
-    ["evaluate.run"],
+    ["evaluate.asked", "verification"],
+    ["ledger", "evaluate.run"],
     ["gates", "inspection", "compare"],
+    ["release"],
     ["grids"],
     ["answers"],
     ["tables", "pages"],

@@ -19,6 +19,7 @@ from quantkit.pipeline import convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
 from quantkit.report import Report, Subject, SuiteRecord
+from quantkit.seals import page_intact
 from tests.samples import (
     HOSTILE,
     estimate,
@@ -176,7 +177,7 @@ def test_the_comparison_has_the_base_and_every_artifact(manifest: Manifest) -> N
         assert shown in page.text
     assert [tag for tag, _ in page.elements].count("svg") == 2
     assert page.text.count(manifest.identity) == 2
-    assert "c" * 64 in page.text
+    assert sample_report(manifest).protocol in page.text
 
 
 # Escaping
@@ -278,6 +279,15 @@ def test_half_a_character_pair_is_written_as_a_question_mark(manifest: Manifest,
     page = report_page(sample_report(manifest, notes=[json.loads('"half \\ud800"')]), manifest, "x")
     write_page(page, tmp_path / "new" / "page.html")
     assert "half ?" in (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_written_page_is_the_page_with_its_hash_as_the_last_line(manifest: Manifest, tmp_path: Path) -> None:
+    page = report_page(sample_report(manifest), manifest, verdict_of(manifest))
+    write_page(page, tmp_path / "page.html")
+    written = (tmp_path / "page.html").read_bytes()
+    assert written.startswith(page.encode())
+    assert page_intact(written)
+    assert Page(written.decode()).text == Page(page).text
 
 
 def test_a_page_that_cannot_be_placed_is_one_error(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from quantkit.evaluate.outcomes import Outcome
 from quantkit.evaluate.protocol import Windows, load_windows, protocol_hash, protocol_record
 from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows, window_logits
 from quantkit.evaluate.serving import Serving, continuations, load_serving, measure_serving
-from quantkit.evaluate.suite import Corpus, Suite
-from quantkit.evaluate.uncertainty import RESAMPLES, SEED
+from quantkit.evaluate.suite import Suite
+from quantkit.evaluate.uncertainty import BOOTSTRAP
 from quantkit.manifest import RUN_FILE, files_identity, read_manifest
 from quantkit.pipeline import peak_resident_bytes, source_files
 from quantkit.report import REPORT_VERSION, Report, Subject, SuiteRecord
@@ -73,7 +73,7 @@ def evaluate(
         notes.append("answers were not compared: there is no reference")
     limited = suite.limited(limit)
     tokenizer = opened.checkpoint.tokenizer()
-    corpora = _corpora(limited, beside is not None)
+    corpora = limited.corpora(beside is not None)
     windows = {key: load_windows(c.text, tokenizer, c.windows, c.length, suite.bos) for key, c in corpora.items()}
     notes += _too_long(windows, opened.checkpoint)
     if beside is not None:
@@ -92,7 +92,7 @@ def evaluate(
     metrics = _metrics(limited, scores, beside is not None)
     if beside is not None:
         metrics["breakdown"] = _breakdown(limited, scores, windows, tokenizer)
-    record = protocol_record(windows, subject.dtype, {"resamples": RESAMPLES, "seed": SEED})
+    record = protocol_record(windows, subject.dtype, BOOTSTRAP)
     if serving is not None:
         before = None if expected is None else expected.continuations(serving, tick)
         metrics |= measure_serving(serving, subject, before, tokenizer.decode, tick)
@@ -116,7 +116,7 @@ def evaluate(
         run=_run(started, windows)
         | ({"task_answers": answers} if tasks else {})
         | ({} if expected is None else {"reference_answers_kept": expected.kept.found}),
-    )
+    ).sealed()
 
 
 def open_model(model: str, trust_remote_code: bool = False) -> Opened:
@@ -192,25 +192,12 @@ def _check_vocabulary(opened: Opened, beside: Opened) -> None:
         )
 
 
-def _corpora(suite: Suite, with_reference: bool) -> dict[str, Corpus]:
-    """What is scored, by key. The fidelity corpus shares its run with perplexity where text and windows agree."""
-    corpora = {corpus.text: corpus for corpus in suite.perplexity}
-    if suite.fidelity is not None and with_reference and suite.fidelity not in corpora.values():
-        corpora[_fidelity_key(suite)] = suite.fidelity
-    return corpora
-
-
-def _fidelity_key(suite: Suite) -> str:
-    assert suite.fidelity is not None
-    return suite.fidelity.text if suite.fidelity in suite.perplexity else f"fidelity:{suite.fidelity.text}"
-
-
 def _metrics(suite: Suite, scores: dict[str, Scores], with_reference: bool) -> dict[str, Any]:
     metrics: dict[str, Any] = {
         "perplexity": {corpus.text: perplexity_metrics(scores[corpus.text]) for corpus in suite.perplexity}
     }
     if suite.fidelity is not None and with_reference:
-        metrics["fidelity"] = fidelity_metrics(scores[_fidelity_key(suite)])
+        metrics["fidelity"] = fidelity_metrics(scores[suite.fidelity_key])
     return metrics
 
 
@@ -220,7 +207,7 @@ def _breakdown(
     """Where it breaks, over every text once: in its windows for perplexity, where it has other ones for fidelity."""
     keys = {corpus.text: corpus.text for corpus in suite.perplexity}
     if suite.fidelity is not None:
-        keys.setdefault(suite.fidelity.text, _fidelity_key(suite))
+        keys.setdefault(suite.fidelity.text, suite.fidelity_key)
     special = frozenset(tokenizer.all_special_ids)
     return breakdown(
         [

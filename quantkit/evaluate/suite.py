@@ -71,6 +71,19 @@ class Suite(Strict):
         absent = {name for name in ("tasks", "generation") if not getattr(self, name)}
         return sha256_json(self.model_dump(mode="json", exclude=absent))
 
+    @property
+    def fidelity_key(self) -> str:
+        """Under which key the fidelity corpus is scored: that of the perplexity entry with which it shares its run."""
+        assert self.fidelity is not None
+        return self.fidelity.text if self.fidelity in self.perplexity else f"fidelity:{self.fidelity.text}"
+
+    def corpora(self, with_reference: bool) -> dict[str, Corpus]:
+        """What is scored, by key. Fidelity needs a reference."""
+        corpora = {corpus.text: corpus for corpus in self.perplexity}
+        if self.fidelity is not None and with_reference:
+            corpora.setdefault(self.fidelity_key, self.fidelity)
+        return corpora
+
     def limited(self, limit: int | None) -> "Suite":
         """At most `limit` windows of each text, documents of each task, and prompts. Raises UsageError below one."""
         if limit is None:
