@@ -242,6 +242,8 @@ def _side_files(directory: Path, weight_files: set[str]) -> tuple[list[str], dic
                 skipped[name + "/"] = "a folder"
         elif path.suffix in _OTHER_WEIGHTS or path.suffix == ".safetensors" or name.endswith(".index.json"):
             skipped[name] = "weights that the checkpoint's index does not name"
+        elif name == "model.sig":
+            skipped[name] = "a signature of the checkpoint, which is none of the artifact"
         elif not path.is_file():
             raise CheckpointError(f"{path} is a broken link, or no regular file", "restore it, or remove it")
         elif not name.isprintable():

@@ -101,12 +101,13 @@ def evaluate_command(
     as_json: Json = False,
 ) -> None:
     """Measure the exact packed file: perplexity, fidelity to the original, and tasks."""
-    from quantkit.artifact import REPORTS
+    from quantkit.artifact import CARD_FILE, REPORTS
     from quantkit.evaluate.loader import is_artifact
     from quantkit.evaluate.run import evaluate
     from quantkit.evaluate.suite import load_suite
     from quantkit.pages import write_report_page
     from quantkit.report import write_report
+    from quantkit.scorecard import update_card
     from quantkit.tables import report_table
 
     if html and output is not None and output.suffix == ".html":
@@ -131,6 +132,8 @@ def evaluate_command(
     for note in report.notes:
         _say(note)
     _say(f"wrote {path}" if page is None else f"wrote {path} and {page}")
+    if path.resolve().parent == inside.resolve().parent and is_artifact(model):
+        _say(update_card(Path(model)) or f"wrote its figures into {Path(model) / CARD_FILE}")
     if as_json:
         _print_json(report.model_dump(mode="json") | {"path": str(path)})
     else:
@@ -138,19 +141,68 @@ def evaluate_command(
 
 
 @app.command()
-def verify(artifact: Annotated[Path, typer.Argument(help="Artifact directory.")], as_json: Json = False) -> None:
-    """Check every byte of an artifact against its manifest."""
+def verify(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    public_key: Annotated[Path | None, typer.Option(help="Also check the signature, with this EC public key.")] = None,
+    signature: Annotated[Path | None, typer.Option(help="Its signature; default ARTIFACT/model.sig.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check every byte of an artifact against its manifest, and who signed it."""
     from quantkit.artifact import verify as run
     from quantkit.manifest import read_manifest
+    from quantkit.signing import signature_problems
 
+    if signature is not None and public_key is None:
+        raise UsageError("--signature says nothing without a key", "pass --public-key too")
     problems = run(artifact)
+    unsigned = None if public_key is None else signature_problems(artifact, public_key, signature)
+    problems += unsigned or []
     identity = read_manifest(artifact).identity
     if as_json:
-        _print_json({"identity": identity, "verified": not problems, "problems": problems})
+        signed = None if unsigned is None else not unsigned
+        _print_json({"identity": identity, "verified": not problems, "problems": problems, "signed": signed})
     else:
-        for problem in problems or [f"every byte is as recorded; identity {identity}"]:
+        good = "every byte is as recorded" if unsigned is None else "every byte is as recorded and signed"
+        for problem in problems or [f"{good}; identity {identity}"]:
             print(problem)
     raise typer.Exit(1 if problems else 0)
+
+
+@app.command()
+def sign(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    key: Annotated[Path, typer.Option(help="EC private key in PEM, unencrypted.")],
+    as_json: Json = False,
+) -> None:
+    """Sign an artifact with a local key, by the OpenSSF model-signing format; writes ARTIFACT/model.sig."""
+    from quantkit.manifest import read_manifest
+    from quantkit.signing import sign as run
+
+    path = run(artifact, key)
+    found = {"path": str(path), "identity": read_manifest(artifact).identity}
+    if as_json:
+        _print_json(found)
+    else:
+        print(f"signed {found['identity']}: {path}")
+
+
+@app.command()
+def attest(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    format_: Annotated[str, typer.Option("--format", help="slsa (in-toto provenance) or cyclonedx (ML-BOM).")],
+    builder_id: Annotated[str | None, typer.Option(help="URI of the platform that converted, for slsa.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write; default stdout.")] = None,
+) -> None:
+    """Print what an artifact is and was made from, as a standard JSON statement."""
+    from quantkit.attest import attest as run
+    from quantkit.attest import write_statement
+
+    statement = run(artifact, format_, builder_id)
+    if output is None:
+        _print_json(statement)
+    else:
+        write_statement(statement, output)
+        _say(f"wrote {output}")
 
 
 @app.command()

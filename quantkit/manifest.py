@@ -185,6 +185,13 @@ class Manifest(Strict):
             raise ValueError(f"unknown format {value!r}")
         return value
 
+    @field_validator("recipe")
+    @classmethod
+    def _recipe_has_a_name(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(value.get("name"), str):
+            raise ValueError("it has no name")
+        return value
+
     @property
     def data(self) -> bytes:
         return canonical_json(self.model_dump(mode="json"))

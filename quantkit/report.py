@@ -5,8 +5,10 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
+from quantkit.artifact import REPORTS
 from quantkit.errors import ReportError
 from quantkit.files import replace_file
+from quantkit.manifest import Manifest
 from quantkit.schema import Strict, read_json, validate
 
 REPORT_VERSION: Literal[1] = 1
@@ -89,6 +91,24 @@ def read_report(path: Path) -> Report:
     """Read a report. Raises ReportError: missing, unreadable, or not a report of this version."""
     action = "run quantkit eval to make one"
     return validate(Report, read_json(path, ReportError, action), str(path), ReportError, action)
+
+
+def reports_of(artifact: Path, manifest: Manifest) -> dict[str, Report]:
+    """The reports in an artifact, by file name, that are whole runs on these very bytes beside their own source.
+
+    Others are passed over: of other bytes, cut short by `--limit`, against another reference, or not readable.
+    """
+    found = {}
+    for path in sorted((artifact / REPORTS).glob("*.json")):
+        try:
+            report = read_report(path)
+            refuse_other_bytes(report, path, manifest.identity, artifact)
+            refuse_other_reference(report, path, manifest.source_identity, artifact)
+        except ReportError:
+            continue
+        if report.suite.limit is None:
+            found[f"{REPORTS}/{path.name}"] = report
+    return found
 
 
 def _is_number(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """Verification: each missing, changed and extra file is named, and one flipped byte anywhere is found or refused."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.artifact import record_components, seal_run, shard, verify, writing
+from quantkit.artifact import CARD_FILE, record_components, seal_run, shard, verify, writing
 from quantkit.canonical import canonical_json, sha256_bytes
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import ArtifactError
@@ -71,6 +72,8 @@ def test_one_flipped_bit_is_found_wherever_it_is(name: str, place: float, artifa
 
 def test_every_single_file_of_the_artifact_is_covered(pristine: Path, artifact: Path) -> None:
     for path in sorted(pristine.iterdir()):
+        if path.name == CARD_FILE:  # people may write in it
+            continue
         flip(artifact / path.name, 5)
         try:
             found = verify(artifact)
@@ -122,6 +125,19 @@ def test_a_link_in_the_place_of_a_file_is_refused(name: str, artifact: Path, tmp
 def test_an_extra_link_is_named(name: str, artifact: Path) -> None:
     (artifact / "evals").mkdir()
     (artifact / name).symlink_to(artifact / "LICENSE")
+    assert verify(artifact) == [f"extra: {name}"]
+
+
+@pytest.mark.parametrize("name", ["README.md", "model.sig", "run.json", "evals/quick.json"])
+def test_what_stands_outside_the_identity_is_no_link_and_no_folder(name: str, artifact: Path, tmp_path: Path) -> None:
+    path = artifact / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    (tmp_path / "elsewhere").write_text("{}")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert f"extra: {name}" in verify(artifact)
+    path.unlink()
+    os.mkfifo(path)
     assert verify(artifact) == [f"extra: {name}"]
 
 

@@ -34,6 +34,7 @@ LEVELS: list[list[str]] = [
     # the artifact
     ["manifest"],
     ["artifact"],
+    ["card", "signing"],
     ["plan"],
     ["sink"],
     ["blockwise"],
@@ -46,6 +47,7 @@ LEVELS: list[list[str]] = [
     ["gates", "inspection", "compare"],
     ["grids"],
     ["tables", "pages"],
+    ["attest", "scorecard"],
     ["demo"],
     ["schemas", "cli"],
 ]
