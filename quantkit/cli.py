@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from quantkit.errors import InterruptedRunError, QuantkitError, UsageError
+from quantkit.errors import InterruptedRunError, QuantkitError, UsageError, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -164,7 +164,7 @@ def verify(
     else:
         good = "every byte is as recorded" if unsigned is None else "every byte is as recorded and signed"
         for problem in problems or [f"{good}; identity {identity}"]:
-            print(problem)
+            print(printable(problem))
     raise typer.Exit(1 if problems else 0)
 
 
@@ -375,12 +375,12 @@ def _raise_interrupt(number: int, frame: Any) -> None:  # noqa: ARG001
 
 
 def _fail(line: str, code: int) -> None:
-    print("quantkit: " + " ".join(line.split()), file=sys.stderr)
+    print("quantkit: " + printable(" ".join(line.split())), file=sys.stderr)
     sys.exit(code)
 
 
 def _say(text: str) -> None:
-    _messages.print(text, markup=False, soft_wrap=True)
+    _messages.print(printable(text), markup=False, soft_wrap=True)
 
 
 def _print_json(value: Any) -> None:

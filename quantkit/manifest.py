@@ -157,6 +157,12 @@ class Totals(Strict):
     bits_per_weight_nominal: float | None
     bits_per_parameter: float
 
+    @model_validator(mode="after")
+    def _bits_of_quantised_layers_come_together(self) -> "Totals":
+        if (self.bits_per_weight is None) != (self.bits_per_weight_nominal is None):
+            raise ValueError("bits_per_weight and bits_per_weight_nominal are both there, or neither")
+        return self
+
 
 class Manifest(Strict):
     """The whole document."""
@@ -229,7 +235,11 @@ def read_manifest(artifact: Path) -> Manifest:
     path = artifact / MANIFEST_FILE
     value = read_json(path, ArtifactError, "give a directory that quantkit convert wrote")
     manifest = validate(Manifest, value, str(path), ArtifactError, "convert again with this version of quantkit")
-    if path.read_bytes() != manifest.data:
+    try:
+        canonical = path.read_bytes() == manifest.data
+    except ValueError:  # NaN, or half a character pair: canonical JSON holds neither
+        canonical = False
+    if not canonical:
         raise ArtifactError(f"{path} is not in canonical form", "restore the file that quantkit convert wrote")
     return manifest
 

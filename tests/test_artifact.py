@@ -156,6 +156,24 @@ def test_a_manifest_that_is_not_canonical_is_refused(artifact: Path) -> None:
         verify(artifact)
 
 
+@pytest.mark.parametrize("value", [float("nan"), "\ud800"], ids=["nan", "half a pair"])
+def test_a_manifest_with_what_canonical_json_cannot_hold_is_refused(value: object, artifact: Path) -> None:
+    values = json.loads((artifact / "manifest.json").read_bytes())
+    values["recipe"]["description"] = value
+    (artifact / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(ArtifactError, match=r"manifest\.json"):
+        verify(artifact)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b", "a\0b", ""])
+def test_a_manifest_that_names_a_file_outside_is_refused(name: str, artifact: Path) -> None:
+    values = json.loads((artifact / "manifest.json").read_bytes())
+    values["components"]["other"][0]["name"] = name
+    (artifact / "manifest.json").write_bytes(canonical_json(values))
+    with pytest.raises(ArtifactError, match=r"components\.other\.0\.name"):
+        verify(artifact)
+
+
 def test_a_manifest_without_its_last_newline_is_refused(artifact: Path) -> None:
     path = artifact / "manifest.json"
     path.write_bytes(path.read_bytes()[:-1])
