@@ -114,7 +114,7 @@ def _source_card(manifest: Manifest) -> str | None:
 def _read_head(path: Path) -> dict[str, Any]:
     """The YAML between the first two lines of dashes; nothing where there is none or it cannot be read."""
     try:
-        with path.open(encoding="utf-8") as stream:
+        with path.open(encoding="utf-8-sig") as stream:
             text = stream.read(_LARGEST_HEAD)
         head = re.match(r"---[ \t]*\n(.*?)\n---[ \t]*(\n|\Z)", text, re.DOTALL)
         value = parse_yaml(head[1], str(path)) if head else {}

@@ -132,7 +132,7 @@ def evaluate_command(
     for note in report.notes:
         _say(note)
     _say(f"wrote {path}" if page is None else f"wrote {path} and {page}")
-    if path.resolve().parent == inside.resolve().parent and is_artifact(model):
+    if limit is None and is_artifact(model) and path.resolve().parent == inside.resolve().parent:
         _say(update_card(Path(model)) or f"wrote its figures into {Path(model) / CARD_FILE}")
     if as_json:
         _print_json(report.model_dump(mode="json") | {"path": str(path)})
@@ -183,7 +183,7 @@ def sign(
     if as_json:
         _print_json(found)
     else:
-        print(f"signed {found['identity']}: {path}")
+        print(printable(f"signed {found['identity']}: {path}"))
 
 
 @app.command()

@@ -179,6 +179,7 @@ def write_source_card(artifact: Path, text: str | bytes) -> None:
         ("license: [mit, apache-2.0]", {"license": ["mit", "apache-2.0"]}),
         ("license: [mit, 7, '<x>']", {"license": ["mit"]}),
         ("license: 'a\nb'", {"license": "a b"}),  # YAML folds it
+        ("license: mit\r\nlanguage: en\r", {"license": "mit", "language": "en"}),
         ("license: 5", {}),
         ("license: {a: b}", {}),
         ("license_link: javascript:alert(1)", {}),

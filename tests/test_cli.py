@@ -195,6 +195,7 @@ def test_eval_writes_the_report_inside_the_artifact_and_prints_it(
     assert found.json["path"] == str(report.with_name("tiny-limit2.json")), "a cut run never replaces a whole one"
     assert json.loads(report.read_bytes())["suite"]["limit"] is None
     assert found.json["suite"]["limit"] == 2
+    assert "its figures" not in found.err
     assert found.json["metrics"]["fidelity"]["tokens"] == 2 * 39
     assert run("verify", tmp_path / "out").code == 0
 
