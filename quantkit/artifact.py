@@ -31,8 +31,11 @@ from quantkit.tensorfile import FileLayout, TensorFileWriter, TensorSpec, layout
 
 REPORTS = "evals"
 
-# What may stand in an artifact beside the files that the identity covers.
-_OUTSIDE_IDENTITY = {MANIFEST_FILE, RUN_FILE}
+CARD_FILE = "README.md"
+SIGNATURE_FILE = "model.sig"
+
+# What may stand in an artifact beside the files that the identity covers: regular files, never links.
+OUTSIDE_IDENTITY = {MANIFEST_FILE, RUN_FILE, CARD_FILE, SIGNATURE_FILE}
 
 
 def shard(specs: list[TensorSpec], limit: int) -> list[list[TensorSpec]]:
@@ -182,6 +185,14 @@ def changed_files(artifact: Path, manifest: Manifest) -> dict[str, str]:
     return problems
 
 
+def refuse_changed(artifact: Path) -> Manifest:
+    """The manifest of an artifact whose every byte is as recorded. Raises ArtifactError with the first difference."""
+    problems = verify(artifact)
+    if problems:
+        raise ArtifactError(f"{artifact}: {problems[0]}", "run quantkit verify for all of it, and convert again")
+    return read_manifest(artifact)
+
+
 def _matches(path: Path, record: FileRecord) -> bool:
     try:
         return path.stat().st_size == record.size and sha256_file(path) == record.sha256
@@ -215,8 +226,8 @@ def _extra_files(artifact: Path, manifest: Manifest) -> list[str]:
         name = path.relative_to(artifact).as_posix()
         if path.is_dir() and not path.is_symlink():
             continue
-        report = name.startswith(f"{REPORTS}/") and path.suffix in {".json", ".html"} and not path.is_symlink()
-        if name not in manifest.files and name not in _OUTSIDE_IDENTITY and not report:
+        outside = name in OUTSIDE_IDENTITY or (name.startswith(f"{REPORTS}/") and path.suffix in {".json", ".html"})
+        if name not in manifest.files and not (outside and path.is_file() and not path.is_symlink()):
             names.append(name)
     return names
 

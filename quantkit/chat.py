@@ -10,7 +10,12 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from quantkit.canonical import sha256_bytes
 from quantkit.errors import CalibrationError, TextError, one_line
+from quantkit.limits import run_bounded
 from quantkit.texts import Chat, Text
+
+# For all rows of a text together: rendering is a matter of milliseconds and of little more than the text itself.
+_SECONDS = 120
+_MEMORY = 1 << 30
 
 # A template may write today's date, and the same source has to give the same bytes on every day: it is given this one.
 _DAY = {
@@ -34,8 +39,7 @@ def render(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> Text:
     CalibrationError: the tokenizer has no template; a row is no list of messages, or a message lacks role or content;
     the template refuses a row; nothing is left.
     """
-    template = _dated(_template(tokenizer))
-    documents = [_render_row(chat.name, number, row, tokenizer, template) for number, row in enumerate(chat.rows, 1)]
+    documents = _rendered(chat, tokenizer, _dated(_template(tokenizer)))
     kept = [document for document in documents if document.strip()]
     if not kept:
         raise CalibrationError(f"calibration text {chat.name} holds no messages", "check its file and its field")
@@ -110,21 +114,47 @@ def _dated(template: str) -> str:
     return _FIXED_DAY + template if "strftime_now" in template else template
 
 
-def _render_row(name: str, number: int, row: object, tokenizer: PreTrainedTokenizerBase, template: str) -> str:
-    """The text of one row; empty where it has no messages."""
+def _rendered(chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
+    """The text of each row; empty where it has no messages.
+
+    A template is a program of the model's maker. The sandbox keeps it from files and attributes, but not from loops
+    without end or texts without bound: it runs in a child process with a limit on both.
+    """
+    rows = []
+    for number, row in enumerate(chat.rows, 1):
+        try:
+            rows.append(_messages(row))
+        except ValueError as error:
+            raise CalibrationError(f"calibration text {chat.name}, row {number}: {error}", "correct that row") from None
+
+    def render_all() -> list[list[str]]:
+        """["text", what a row became] each, or up to the first that fails, and then ["problem", what is wrong]."""
+        found: list[list[str]] = []
+        for messages in rows:
+            made = ""
+            try:
+                if messages:
+                    made = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+            except MemoryError:
+                return [*found, ["problem", f"more than {_MEMORY >> 20} MiB"]]
+            except Exception as error:
+                return [*found, ["problem", one_line(error)]]
+            found.append(["text", made])
+        return found
+
     try:
-        messages = _messages(row)
-    except ValueError as error:
-        raise CalibrationError(f"calibration text {name}, row {number}: {error}", "correct that row") from None
-    if not messages:
-        return ""
-    try:
-        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
-    except Exception as error:  # a template is a program of the model's maker
+        answers = run_bounded(render_all, _SECONDS, _MEMORY)
+    except (TimeoutError, MemoryError) as error:
+        reason = f"takes more than {_SECONDS} s" if isinstance(error, TimeoutError) else f"takes {error} of memory"
         raise CalibrationError(
-            f"calibration text {name}, row {number}: the chat template refuses it ({one_line(error)})",
-            "leave out that row, or change its roles to those that the model knows",
+            f"calibration text {chat.name}: the chat template {reason}", "use another template, or plain text"
         ) from None
+    if answers and answers[-1][0] == "problem":
+        raise CalibrationError(
+            f"calibration text {chat.name}, row {len(answers)}: the chat template refuses it ({answers[-1][1]})",
+            "leave out that row, or change its roles to those that the model knows",
+        )
+    return [text for _, text in answers]
 
 
 def _messages(row: object) -> list[dict[str, Any]]:

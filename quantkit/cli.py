@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from quantkit.errors import InterruptedRunError, QuantkitError, UsageError
+from quantkit.errors import InterruptedRunError, QuantkitError, UsageError, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -111,12 +111,13 @@ def evaluate_command(
     as_json: Json = False,
 ) -> None:
     """Measure the exact packed file: perplexity, fidelity to the original, tasks, and answers alone and in a batch."""
-    from quantkit.artifact import REPORTS
+    from quantkit.artifact import CARD_FILE, REPORTS
     from quantkit.evaluate.loader import is_artifact
     from quantkit.evaluate.run import evaluate
     from quantkit.evaluate.suite import load_suite
     from quantkit.pages import write_report_page
     from quantkit.report import write_report
+    from quantkit.scorecard import update_card
     from quantkit.tables import report_table
 
     if html and output is not None and output.suffix == ".html":
@@ -141,6 +142,8 @@ def evaluate_command(
     for note in report.notes:
         _say(note)
     _say(f"wrote {path}" if page is None else f"wrote {path} and {page}")
+    if limit is None and is_artifact(model) and path.resolve().parent == inside.resolve().parent:
+        _say(update_card(Path(model)) or f"wrote its figures into {Path(model) / CARD_FILE}")
     if as_json:
         _print_json(report.model_dump(mode="json") | {"path": str(path)})
     else:
@@ -148,19 +151,31 @@ def evaluate_command(
 
 
 @app.command()
-def verify(artifact: Annotated[Path, typer.Argument(help="Artifact directory.")], as_json: Json = False) -> None:
-    """Check every byte of an artifact against its manifest, and the reports in it, by component."""
+def verify(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    public_key: Annotated[Path | None, typer.Option(help="Also check the signature, with this EC public key.")] = None,
+    signature: Annotated[Path | None, typer.Option(help="Its signature; default ARTIFACT/model.sig.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check every byte of an artifact against its manifest, the reports in it, and who signed it, by component."""
+    from quantkit.signing import signature_problems
     from quantkit.tables import verification_table
     from quantkit.verification import verify_components
 
+    if signature is not None and public_key is None:
+        raise UsageError("--signature says nothing without a key", "pass --public-key too")
     found = verify_components(artifact)
+    unsigned = None if public_key is None else signature_problems(artifact, public_key, signature)
+    problems = found.problems + (unsigned or [])
     if as_json:
-        _print_json(found.values())
+        signed = None if unsigned is None else not unsigned
+        _print_json(found.values() | {"verified": not problems, "problems": problems, "signed": signed})
     else:
         Console().print(verification_table(found))
-        for problem in found.problems or [f"every byte is as recorded; identity {found.identity}"]:
-            print(problem)
-    raise typer.Exit(1 if found.problems else 0)
+        good = "every byte is as recorded" if unsigned is None else "every byte is as recorded and signed"
+        for problem in problems or [f"{good}; identity {found.identity}"]:
+            print(printable(problem))
+    raise typer.Exit(1 if problems else 0)
 
 
 @app.command("diff")
@@ -179,6 +194,43 @@ def diff_command(
     else:
         Console().print(difference_table(found))
     raise typer.Exit(0 if found.same else 1)
+
+
+@app.command()
+def sign(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    key: Annotated[Path, typer.Option(help="EC private key in PEM, unencrypted.")],
+    as_json: Json = False,
+) -> None:
+    """Sign an artifact with a local key, by the OpenSSF model-signing format; writes ARTIFACT/model.sig."""
+    from quantkit.manifest import read_manifest
+    from quantkit.signing import sign as run
+
+    path = run(artifact, key)
+    found = {"path": str(path), "identity": read_manifest(artifact).identity}
+    if as_json:
+        _print_json(found)
+    else:
+        print(printable(f"signed {found['identity']}: {path}"))
+
+
+@app.command()
+def attest(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    format_: Annotated[str, typer.Option("--format", help="slsa (in-toto provenance) or cyclonedx (ML-BOM).")],
+    builder_id: Annotated[str | None, typer.Option(help="URI of the platform that converted, for slsa.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write; default stdout.")] = None,
+) -> None:
+    """Print what an artifact is and was made from, as a standard JSON statement."""
+    from quantkit.attest import attest as run
+    from quantkit.attest import write_statement
+
+    statement = run(artifact, format_, builder_id)
+    if output is None:
+        _print_json(statement)
+    else:
+        write_statement(statement, output)
+        _say(f"wrote {output}")
 
 
 @app.command()
@@ -445,12 +497,12 @@ def _raise_interrupt(number: int, frame: Any) -> None:  # noqa: ARG001
 
 
 def _fail(line: str, code: int) -> None:
-    print("quantkit: " + " ".join(line.split()), file=sys.stderr)
+    print("quantkit: " + printable(" ".join(line.split())), file=sys.stderr)
     sys.exit(code)
 
 
 def _say(text: str) -> None:
-    _messages.print(text, markup=False, soft_wrap=True)
+    _messages.print(printable(text), markup=False, soft_wrap=True)
 
 
 def _print_json(value: Any) -> None:

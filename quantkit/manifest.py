@@ -161,6 +161,12 @@ class Totals(Strict):
     bits_per_weight_nominal: float | None
     bits_per_parameter: float
 
+    @model_validator(mode="after")
+    def _bits_of_quantised_layers_come_together(self) -> "Totals":
+        if (self.bits_per_weight is None) != (self.bits_per_weight_nominal is None):
+            raise ValueError("bits_per_weight and bits_per_weight_nominal are both there, or neither")
+        return self
+
 
 class Manifest(Strict):
     """The whole document. components: files by component; component_sha256: the hash of each, or null for nothing."""
@@ -196,6 +202,13 @@ class Manifest(Strict):
         missing = [name for name in COMPONENTS if name not in value]
         if missing:
             raise ValueError(f"no {missing[0]}")
+        return value
+
+    @field_validator("recipe")
+    @classmethod
+    def _recipe_has_a_name(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(value.get("name"), str):
+            raise ValueError("it has no name")
         return value
 
     @property
@@ -245,7 +258,11 @@ def read_manifest_file(path: Path) -> Manifest:
             "convert the source again with this quantkit (same recipe, same weights), or use the one that wrote it",
         )
     manifest = validate(Manifest, value, str(path), ArtifactError, "convert again with this version of quantkit")
-    if path.read_bytes() != manifest.data:
+    try:
+        canonical = path.read_bytes() == manifest.data
+    except ValueError:  # NaN, or half a character pair: canonical JSON holds neither
+        canonical = False
+    if not canonical:
         raise ArtifactError(f"{path} is not in canonical form", "restore the file that quantkit convert wrote")
     return manifest
 

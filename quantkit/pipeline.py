@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from quantkit.algorithms.rtn import rtn_quantize
-from quantkit.artifact import WeightsWriter, record_components, refuse_existing, seal_run, writing
+from quantkit.artifact import CARD_FILE, WeightsWriter, record_components, refuse_existing, seal_run, writing
 from quantkit.blockwise import quantise_blocks
 from quantkit.calibration import Calibration
 from quantkit.canonical import sha256_file
+from quantkit.card import model_card, place_of
 from quantkit.checkpoint import INDEX_FILE, Checkpoint, config_values
 from quantkit.components import component_hashes
 from quantkit.errors import ArtifactError, CalibrationError, CheckpointError, NumericsError
@@ -85,9 +86,10 @@ def convert(
             raise
         _write_config(plan, directory)
         for name in plan.checkpoint.side_files:
-            copy_file(plan.checkpoint.directory / name, directory / name)
+            copy_file(plan.checkpoint.directory / name, directory / place_of(name))
         manifest = _manifest(plan, sink, calibration, directory, digests.result())
         write_file(directory / MANIFEST_FILE, manifest.data)
+        write_file(directory / CARD_FILE, model_card(manifest, directory).encode())
         write_file(directory / RUN_FILE, seal_run(_run_record(plan, manifest, started)))
     return Converted(output, manifest, time.time() - started)
 

@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from quantkit.artifact import REPORTS
 from quantkit.canonical import sha256_json
 from quantkit.errors import ReportError
 from quantkit.files import replace_file
+from quantkit.manifest import Manifest
 from quantkit.schema import Strict, read_json, validate
 
 REPORT_VERSION: Literal[2] = 2
@@ -116,6 +118,24 @@ def read_report(path: Path) -> Report:
     if not intact:
         raise ReportError(f"{path} was changed after it was written", "run quantkit eval again")
     return report
+
+
+def reports_of(artifact: Path, manifest: Manifest) -> dict[str, Report]:
+    """The reports in an artifact, by file name, that are whole runs on these very bytes beside their own source.
+
+    Others are passed over: of other bytes, cut short by `--limit`, against another reference, or not readable.
+    """
+    found = {}
+    for path in sorted((artifact / REPORTS).glob("*.json")):
+        try:
+            report = read_report(path)
+            refuse_other_bytes(report, path, manifest.identity, artifact)
+            refuse_other_reference(report, path, manifest.source_identity, artifact)
+        except ReportError:
+            continue
+        if report.suite.limit is None:
+            found[f"{REPORTS}/{path.name}"] = report
+    return found
 
 
 def _is_number(value: Any) -> bool:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from quantkit.compare import Comparison
 from quantkit.diff import Difference
+from quantkit.errors import printable
 from quantkit.gates import Verdict
 from quantkit.grids import comparison_grid
 from quantkit.ledger import Ledger
@@ -16,13 +17,18 @@ from quantkit.report import Report
 from quantkit.verification import Verification
 
 
+def plain(text: str) -> str:
+    """Text as it is: names out of models and reports style nothing, and send the terminal no commands."""
+    return escape(printable(text))
+
+
 def pairs(title: str, values: dict[str, str]) -> Table:
     """A two-column table."""
-    table = Table(title=title, show_header=False, title_justify="left")
+    table = Table(title=plain(title), show_header=False, title_justify="left")
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     for key, value in values.items():
-        table.add_row(key, value)
+        table.add_row(plain(key), plain(value))
     return table
 
 
@@ -38,14 +44,14 @@ def inspection_tables(found: dict[str, Any]) -> list[Table]:
 
 def report_table(report: Report) -> Table:
     """Every metric with its interval, but for the breakdown and the parts of tasks, which the page shows."""
-    table = Table(title=f"{report.subject.name}  {report.identity[:12]}", title_justify="left")
+    table = Table(title=plain(f"{report.subject.name}  {report.identity[:12]}"), title_justify="left")
     for column in ("metric", "value", "95% interval"):
         table.add_column(column, justify="left" if column == "metric" else "right")
     for path, metric in flat_metrics({name: value for name, value in report.metrics.items() if name != "breakdown"}):
         if ".by_" in path:
             continue
         span = f"{metric['low']:.5g} .. {metric['high']:.5g}" if "low" in metric else ""
-        table.add_row(path, f"{metric['value']:.5g}", span)
+        table.add_row(plain(path), f"{metric['value']:.5g}", span)
     return table
 
 
@@ -63,12 +69,12 @@ def flat_metrics(metrics: dict[str, Any], prefix: str = "") -> list[tuple[str, d
 def verdict_table(verdict: Verdict) -> Table:
     """Each limit, the value and the margin."""
     title = f"gate {verdict.policy.name}  {verdict.identity[:12]}"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=plain(title), title_justify="left")
     for column in ("check", "limit", "value", "margin", "verdict"):
         table.add_column(column, justify="left" if column == "check" else "right")
     for row in verdict.rows:
         style = "green" if row.outcome == "pass" else "bold red"
-        table.add_row(row.check, row.limit, row.value, row.margin, f"[{style}]{row.outcome}[/]")
+        table.add_row(*map(plain, (row.check, row.limit, row.value, row.margin)), f"[{style}]{row.outcome}[/]")
     return table
 
 
@@ -142,11 +148,11 @@ def comparison_table(comparison: Comparison) -> Table:
     grid = comparison_grid(comparison)
     first = comparison.entries[0]
     title = f"{first.manifest.source.name}, suite {first.report.suite.name}; texts: perplexity over the base's"
-    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title=plain(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for n, head in enumerate(grid.heads):
-        table.add_column(escape(head), justify="left" if n in grid.left else "right", overflow="fold")
+        table.add_column(plain(head), justify="left" if n in grid.left else "right", overflow="fold")
     for row in grid.rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(plain, row))
     return table
 
 
@@ -214,7 +220,7 @@ def _fallback_table(fallbacks: list[dict[str, str]]) -> Table:
     for fallback in fallbacks:
         details.setdefault(fallback["detail"], []).append(fallback["layer"])
     for detail, layers in details.items():
-        table.add_row(str(len(layers)), layers[0], detail)
+        table.add_row(str(len(layers)), plain(layers[0]), plain(detail))
     return table
 
 

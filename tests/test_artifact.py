@@ -1,6 +1,7 @@
 """Verification: each missing, changed and extra file is named, and one flipped byte anywhere is found or refused."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.artifact import record_components, seal_run, shard, verify, writing
+from quantkit.artifact import CARD_FILE, record_components, seal_run, shard, verify, writing
 from quantkit.canonical import canonical_json, sha256_bytes
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import ArtifactError
@@ -71,6 +72,8 @@ def test_one_flipped_bit_is_found_wherever_it_is(name: str, place: float, artifa
 
 def test_every_single_file_of_the_artifact_is_covered(pristine: Path, artifact: Path) -> None:
     for path in sorted(pristine.iterdir()):
+        if path.name == CARD_FILE:  # people may write in it
+            continue
         flip(artifact / path.name, 5)
         try:
             found = verify(artifact)
@@ -125,6 +128,19 @@ def test_an_extra_link_is_named(name: str, artifact: Path) -> None:
     assert verify(artifact) == [f"extra: {name}"]
 
 
+@pytest.mark.parametrize("name", ["README.md", "model.sig", "run.json", "evals/quick.json"])
+def test_what_stands_outside_the_identity_is_no_link_and_no_folder(name: str, artifact: Path, tmp_path: Path) -> None:
+    path = artifact / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    (tmp_path / "elsewhere").write_text("{}")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert f"extra: {name}" in verify(artifact)
+    path.unlink()
+    os.mkfifo(path)
+    assert verify(artifact) == [f"extra: {name}"]
+
+
 def test_a_linked_folder_is_an_extra_file(artifact: Path, tmp_path: Path) -> None:
     (artifact / "linked").symlink_to(tmp_path)
     assert verify(artifact) == ["extra: linked"]
@@ -137,6 +153,24 @@ def test_a_manifest_that_is_not_canonical_is_refused(artifact: Path) -> None:
     path = artifact / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()), indent=2))
     with pytest.raises(ArtifactError, match="not in canonical form"):
+        verify(artifact)
+
+
+@pytest.mark.parametrize("value", [float("nan"), "\ud800"], ids=["nan", "half a pair"])
+def test_a_manifest_with_what_canonical_json_cannot_hold_is_refused(value: object, artifact: Path) -> None:
+    values = json.loads((artifact / "manifest.json").read_bytes())
+    values["recipe"]["description"] = value
+    (artifact / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(ArtifactError, match=r"manifest\.json"):
+        verify(artifact)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b", "a\0b", ""])
+def test_a_manifest_that_names_a_file_outside_is_refused(name: str, artifact: Path) -> None:
+    values = json.loads((artifact / "manifest.json").read_bytes())
+    values["components"]["other"][0]["name"] = name
+    (artifact / "manifest.json").write_bytes(canonical_json(values))
+    with pytest.raises(ArtifactError, match=r"components\.other\.0\.name"):
         verify(artifact)
 
 

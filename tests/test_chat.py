@@ -166,3 +166,40 @@ def test_a_template_that_refuses_a_question_is_one_line() -> None:
     with pytest.raises(TextError, match="refuses a question") as caught:
         ask("Which valve?", with_template("{{ raise_exception('only\nsystem') }}"))
     assert "\n" not in str(caught.value)
+
+
+# Templates that do not end
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{% for a in range(99999) %}{% for b in range(9999) %}x"
+        "{% endfor %}{% endfor %}",
+    ],
+    ids=["loops", "loops that write"],
+)
+def test_a_template_without_end_is_ended(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.chat._SECONDS", 1)
+    refused(chat([ASK]), with_template(template), "takes more than 1 s", "plain text")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x' * 100000000000 }}",
+        "{% set n = namespace(t='xxxxxxxx') %}{% for a in range(60) %}{% set n.t = n.t + n.t %}{% endfor %}{{ n.t }}",
+        "{{ '%099999999999d' % 1 }}",
+    ],
+    ids=["product", "doubling", "padding"],
+)
+def test_a_template_that_writes_without_bound_is_refused(template: str) -> None:
+    refused(chat([ASK]), with_template(template), "notes")
+
+
+def test_what_a_template_does_stays_in_its_child() -> None:
+    tokenizer = with_template("{{ messages.clear() if false else messages[0]['content'] }}")
+    rows = [[dict(ASK)]]
+    assert render(chat(*rows), tokenizer).joined == "Which valve?"
+    assert rows == [[ASK]]

@@ -136,6 +136,33 @@ def test_verify_says_yes_with_0_and_no_with_1(run: Run, artifact: Path, tmp_path
     assert {name for name, part in as_json.json["components"].items() if part["changed"]} == {"other"}
 
 
+def test_sign_and_verify_with_a_key(run: Run, artifact: Path, tmp_path: Path) -> None:
+    pytest.importorskip("model_signing", reason="needs the extra quantkit[signing]")
+    subprocess.run(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "key.pem"], check=True)
+    subprocess.run(["openssl", "ec", "-in", "key.pem", "-pubout", "-out", "key.pub"], check=True, capture_output=True)
+    signed = shutil.copytree(artifact, tmp_path / "signed")
+    unsigned = run("verify", signed, "--public-key", "key.pub")
+    assert (unsigned.code, unsigned.out.strip()) == (1, "unsigned: there is no model.sig")
+    made = run("sign", signed, "--key", "key.pem", "--json")
+    assert (made.code, made.json["path"]) == (0, str(signed / "model.sig"))
+    good = run("verify", signed, "--public-key", "key.pub", "--json")
+    assert (good.code, good.json["signed"], good.json["verified"]) == (0, True, True)
+    assert run("verify", signed, "--json").json["signed"] is None
+    (signed / "LICENSE").write_text("other")
+    bad = run("verify", signed, "--public-key", "key.pub", "--json")
+    assert (bad.code, bad.json["signed"], bad.json["verified"]) == (1, False, False)
+    assert run("sign", signed, "--key", "key.pem").code == 2
+
+
+def test_attest_prints_one_statement_or_writes_it(run: Run, artifact: Path) -> None:
+    printed = run("attest", artifact, "--format", "slsa")
+    assert (printed.code, printed.err) == (0, "")
+    written = run("attest", artifact, "--format", "slsa", "--output", "made/here.json")
+    assert (written.code, written.out) == (0, "")
+    assert json.loads(Path("made/here.json").read_bytes()) == printed.json
+    assert run("attest", artifact, "--format", "cyclonedx").json["bomFormat"] == "CycloneDX"
+
+
 def test_inspect_of_an_artifact_shows_nominal_and_true_bits(run: Run, artifact: Path) -> None:
     table, values = run("inspect", artifact), run("inspect", artifact, "--json")
     assert table.code == values.code == 0
@@ -171,6 +198,7 @@ def test_eval_writes_the_report_inside_the_artifact_and_prints_it(
     assert found.json["path"] == str(report.with_name("tiny-limit2.json")), "a cut run never replaces a whole one"
     assert json.loads(report.read_bytes())["suite"]["limit"] is None
     assert found.json["suite"]["limit"] == 2
+    assert "its figures" not in found.err
     assert found.json["metrics"]["fidelity"]["tokens"] == 2 * 39
     assert run("verify", tmp_path / "out").code == 0
 
@@ -196,6 +224,8 @@ def test_eval_writes_the_page_beside_the_report_unless_told_not_to(
     page = (evals / "tiny.html").read_text(encoding="utf-8")
     assert "Where it breaks" in page
     assert "tiny.json was made with another suite than quick" in page
+    assert f"wrote its figures into {tmp_path / 'out' / 'README.md'}" in found.err
+    assert "Suite tiny." in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert run("verify", tmp_path / "out").code == 0
 
 
@@ -490,6 +520,13 @@ def test_a_quantised_embedding_stands_in_the_dry_run_and_in_inspect(
         (["convert", "MODEL", "--recipe", "rtn-g64", "--fast"], ["--fast"]),
         (["verify", "./nothing"], ["nothing is not a directory"]),
         (["verify", "MODEL"], ["manifest.json does not exist"]),
+        (["verify", "ARTIFACT", "--signature", "model.sig"], ["--signature says nothing", "--public-key"]),
+        (["sign", "ARTIFACT"], ["--key"]),
+        (["sign", "MODEL", "--key", "key.pem"], ["quantkit"]),
+        (["attest", "ARTIFACT"], ["--format"]),
+        (["attest", "ARTIFACT", "--format", "spdx"], ["--format spdx", "slsa, cyclonedx"]),
+        (["attest", "ARTIFACT", "--format", "slsa", "--builder-id", "me"], ["'me' is no URI"]),
+        (["attest", "MODEL", "--format", "slsa"], ["manifest.json does not exist"]),
         (["inspect", "./nothing"], ["./nothing does not exist"]),
         (["eval", "MODEL", "--suite", "quik"], ["quick"]),
         (["eval", "MODEL", "--limit", "0"], ["--limit 0 leaves nothing"]),

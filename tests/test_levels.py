@@ -13,13 +13,13 @@ ROOT = Path(quantkit.__file__).parent
 # Lowest first. Modules of one row do not import each other. A new module goes into the first row above its imports.
 LEVELS: list[list[str]] = [
     ["errors", "types", "canonical", "data", "files", "spill", "figures"],
-    ["schema", "affine", "bitpack", "seals"],
+    ["schema", "affine", "bitpack", "seals", "limits"],
     # algorithms: tensors in, tensors out. rtn, search and smoothquant stand alone; gptq uses search; awq uses both.
     ["algorithms.rtn", "algorithms.search", "algorithms.smoothquant"],
     ["algorithms.gptq", "algorithms.reconstruct"],
     ["algorithms.awq"],
     # the source: files, structure, text, statistics
-    ["tensorfile", "stats"],
+    ["tensorfile", "ggufheader", "stats"],
     ["checkpoint", "fold"],
     ["blocks", "loading", "material"],
     ["live", "texts"],
@@ -35,6 +35,7 @@ LEVELS: list[list[str]] = [
     ["manifest"],
     ["components"],
     ["artifact"],
+    ["card", "signing"],
     ["plan"],
     ["sink"],
     ["blockwise"],
@@ -50,6 +51,7 @@ LEVELS: list[list[str]] = [
     ["grids"],
     ["answers"],
     ["tables", "pages"],
+    ["attest", "scorecard"],
     ["demo"],
     ["schemas", "cli"],
 ]
