@@ -33,7 +33,8 @@ LEVELS: list[list[str]] = [
     ["calibration"],
     # the artifact
     ["manifest"],
-    ["artifact"],
+    ["artifact", "journal"],
+    ["workspace", "saving"],
     ["plan"],
     ["sink"],
     ["blockwise"],
