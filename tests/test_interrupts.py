@@ -109,3 +109,19 @@ def test_a_second_process_cannot_write_the_same_output(zoo: Callable[[str], Path
     finally:
         process.kill()
         process.communicate(timeout=_WAIT)
+
+
+def test_conversions_that_are_killed_at_random_times_end_in_the_same_bytes() -> None:
+    """The kill loop of the docs on one conversion of each recipe, with SIGKILL on processes of their own."""
+    script = Path(__file__).parent.parent / "benchmarks" / "kill_loop.py"
+    found = subprocess.run(
+        [sys.executable, str(script), "--conversions", "5", "--seed", "1", "--no-write"],
+        capture_output=True, text=True, timeout=600, env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert found.returncode == 0, found.stderr
+    names = [name.strip() for name in found.stdout.splitlines()[0].strip("|").split("|")]
+    cells = [cell.strip() for cell in found.stdout.splitlines()[-1].strip("|").split("|")]
+    total = dict(zip(names, cells, strict=True))
+    assert total["conversions"] == total["same identity"] == "5"
+    assert total["half artifacts seen"] == "0"
+    assert int(total["kills"]) >= 5
