@@ -361,6 +361,8 @@ def _resumable(target: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
+        if target.exists():  # it came behind the rename
+            raise InterruptedRunError(f"interrupted; {target} is complete", "check it with quantkit verify") from None
         kept = Workspace(target).progress
         if kept is None:
             raise

@@ -9,19 +9,21 @@ to the disk before what it speaks of.
 """
 
 import base64
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
-from pydantic import ValidationError
 
 from quantkit.canonical import canonical_json, sha256_bytes
+from quantkit.errors import ArtifactError
 from quantkit.files import sync_directory
 from quantkit.manifest import FallbackRecord, FoldRecord, LayerRecord
-from quantkit.schema import Strict
+from quantkit.schema import Strict, validate
 
+_AGAIN = "remove the folder that it is in, and start again"
 # A value of a difference that is shown is cut here: hashes and lists are told apart by less.
 _SHOWN = 40
 
@@ -43,12 +45,6 @@ class Step(Strict):
     generators: dict[str, str]
 
 
-class _Line(Strict):
-    chain: str
-    run: dict[str, Any] | None = None
-    step: Step | None = None
-
-
 @dataclass(frozen=True)
 class Mark:
     """A place behind a whole line: its hash, and how many bytes of the file it ends."""
@@ -59,12 +55,20 @@ class Mark:
 
 @dataclass(frozen=True)
 class Journal:
-    """What a journal says: `run`, steps, and the mark behind each; `start` is that behind the first line."""
+    """What a journal says: `run`, `contents` of its steps, and the mark behind each; `start` is that behind the run.
+
+    Contents are plain values: those of another version need not fit a `Step`, and `run` says of which they are.
+    """
 
     run: dict[str, Any]
     start: Mark
-    steps: list[Step]
+    contents: list[dict[str, Any]]
     marks: list[Mark]
+
+    @property
+    def steps(self) -> list[Step]:
+        """Raises ArtifactError where a step does not fit its schema."""
+        return [validate(Step, content, "journal", ArtifactError, _AGAIN) for content in self.contents]
 
     def mark(self, steps: int) -> Mark:
         """Where the first `steps` steps end."""
@@ -116,30 +120,30 @@ def read_journal(path: Path) -> Journal | None:
         return None
     run: dict[str, Any] | None = None
     start = mark = Mark("", 0)
-    steps: list[Step] = []
+    contents: list[dict[str, Any]] = []
     marks: list[Mark] = []
-    for text in data.splitlines(keepends=True):
-        line = _whole(text, mark.chain, "run" if run is None else "step")
-        if line is None:
+    for line in data.splitlines(keepends=True):
+        kind = "run" if run is None else "step"
+        content = _content(line, kind)
+        chain = "" if content is None else _chained(mark.chain, kind, content)
+        if content is None or line != canonical_json({"chain": chain, kind: content}):
             break
-        mark = Mark(line.chain, mark.end + len(text))
-        if line.step is None:
-            run, start = line.run, mark
+        mark = Mark(chain, mark.end + len(line))
+        if run is None:
+            run, start = content, mark
         else:
-            steps.append(line.step)
+            contents.append(content)
             marks.append(mark)
-    return None if run is None else Journal(run, start, steps, marks)
+    return None if run is None else Journal(run, start, contents, marks)
 
 
-def _whole(text: bytes, chain: str, kind: str) -> _Line | None:
-    """A line, or None where it is cut off, changed, or not the one that follows `chain`."""
+def _content(line: bytes, kind: str) -> dict[str, Any] | None:
+    """What a line says, or None where it is cut off or of another kind."""
     try:
-        line = _Line.model_validate_json(text)
-    except ValidationError:
+        found = json.loads(line)[kind]
+    except (ValueError, TypeError, LookupError, RecursionError):
         return None
-    content = line.model_dump(mode="json")[kind]
-    fits = content is not None and line.chain == _chained(chain, kind, content)
-    return line if fits and text == canonical_json({"chain": line.chain, kind: content}) else None
+    return found if isinstance(found, dict) else None
 
 
 def _chained(chain: str, kind: str, content: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.artifact import WeightsWriter, record_components, seal_run, weight_layouts
 from quantkit.blockwise import quantise_blocks
 from quantkit.calibration import Calibration
-from quantkit.canonical import sha256_file
+from quantkit.canonical import sha256_bytes, sha256_file
 from quantkit.checkpoint import INDEX_FILE, Checkpoint, config_values
 from quantkit.errors import ArtifactError, CalibrationError, CheckpointError, NumericsError
 from quantkit.files import copy_file, write_file
@@ -122,13 +122,19 @@ class _Run:
             "version": {name: version(name) for name in ("quantkit", "torch", "transformers")},
             "recipe": recipe.values,
             "source": {"name": checkpoint.name, "revision": checkpoint.revision},
-            "calibration": None if self.calibration is None else self.calibration.account,
+            "calibration": self._calibration(),
             "shard_size": self.shard_bytes,
             # Sums of floats are added in another order on another one.
             "machine": machine if recipe.calibrated else None,
         }
         plain: dict[str, Any] = json.loads(json.dumps(key))  # as a journal gives it back, in this order
         return plain
+
+    def _calibration(self) -> dict[str, Any] | None:
+        if self.calibration is None:
+            return None
+        tokens = sha256_bytes(self.calibration.ids.numpy().astype("<i8").tobytes())
+        return self.calibration.account | {"tokens_sha256": tokens}
 
     def whole_key(self) -> dict[str, Any]:
         """The key with the SHA-256 of every file of the source; waits for them."""
@@ -161,7 +167,7 @@ def _opened(work: Workspace, run: _Run, progress: Progress) -> Sink:
     steps: list[Step] = []
     if journal is not None:
         run.check(journal, work)
-        steps = intact_steps(journal, layouts)
+        steps = intact_steps(journal.steps, layouts)
         remove_others(work.directory, layouts)
     written = {name for step in steps for name in step.tensors}
     writer = WeightsWriter(work.directory, run.plan.specs, run.shard_bytes, written)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.artifact import WeightsWriter, tensor_sha256
-from quantkit.journal import Journal, JournalWriter, Mark, Step
+from quantkit.journal import JournalWriter, Mark, Step
 from quantkit.tensorfile import FileLayout
 
 # Work is saved when it took so many times as long as saving did the last time.
@@ -16,8 +16,8 @@ _WORTH = 20
 class Saver:
     """Makes steps durable: first the tensors, then the line of the journal that speaks of them.
 
-    identify: the run as plain values, or None while it is not known (the source is still being hashed); until then
-    nothing can be saved. mark: where a journal that is gone on with ends; without one it is made with the first step.
+    identify: the run as plain values, or None while it is not known (the source is still being hashed). mark: where
+    a journal that is gone on with ends; without one it is made with the first step.
     """
 
     def __init__(
@@ -37,33 +37,34 @@ class Saver:
         """Whether saving now would cost little beside the work since the last time."""
         return time.monotonic() - self._ended >= _WORTH * self._cost
 
-    def save(self, step: Step) -> bool:
-        """Make a step durable; False where that cannot be done yet."""
-        started = time.monotonic()
-        if self._journal is None:
-            run = self._identify()
-            if run is None:
-                return False
+    def ready(self) -> bool:
+        """Whether anything can be saved yet."""
+        if self._journal is None and (run := self._identify()) is not None:
             self._journal = JournalWriter.create(self._path, run)
+        return self._journal is not None
+
+    def save(self, step: Step) -> None:
+        """Make a step durable; only where `ready` has said yes."""
+        assert self._journal is not None
+        started = time.monotonic()
         self._writer.flush()
         self._journal.append(step)
         self._ended = time.monotonic()
         self._cost = self._ended - started
-        return True
 
     def close(self) -> None:
         if self._journal is not None:
             self._journal.close()
 
 
-def intact_steps(journal: Journal, layouts: dict[str, FileLayout]) -> list[Step]:
-    """The steps up to the first whose tensors do not all stand in the files as they were written."""
+def intact_steps(steps: list[Step], layouts: dict[str, FileLayout]) -> list[Step]:
+    """Steps up to the first whose tensors do not all stand in the files as they were written."""
     entries = {name: entry for plan in layouts.values() for name, entry in plan.entries.items()}
-    for number, step in enumerate(journal.steps):
+    for number, step in enumerate(steps):
         found = all(name in entries and tensor_sha256(entries[name]) == known for name, known in step.tensors.items())
         if not found:
-            return journal.steps[:number]
-    return journal.steps
+            return steps[:number]
+    return steps
 
 
 def remove_others(directory: Path, layouts: dict[str, FileLayout]) -> None:

@@ -56,6 +56,8 @@ class Sink:
 
     def save(self) -> None:
         """Save what came since the last time, if that can be done yet."""
+        if not self.saver.ready():
+            return
         layers, folds, fallbacks = self._saved
         step = Step(
             blocks=self.blocks,
@@ -66,8 +68,8 @@ class Sink:
             fallbacks=self.fallbacks[fallbacks:],
             generators=self.generators,
         )
-        if self.saver.save(step):
-            self._fresh, self._written, self._saved = [], {}, self._counts
+        self.saver.save(step)
+        self._fresh, self._written, self._saved = [], {}, self._counts
 
     def save_where_cheap(self) -> None:
         """Save, where that takes little time beside the work that would be lost."""

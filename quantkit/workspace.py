@@ -54,7 +54,7 @@ class Workspace:
     def unfinished(self) -> Journal | None:
         """The journal of a conversion that can be gone on with, or None."""
         journal = read_journal(self.journal_path) if self.directory.is_dir() else None
-        return journal if journal is not None and journal.steps else None
+        return journal if journal is not None and journal.contents else None
 
     @property
     def progress(self) -> str | None:
@@ -62,9 +62,10 @@ class Workspace:
         journal = self.unfinished()
         if journal is None:
             return None
-        tensors = sum(len(step.done) for step in journal.steps)
-        blocks = f"{journal.steps[-1].blocks} blocks and " if journal.steps[-1].blocks else ""
-        return f"{blocks}{tensors} tensors are done and kept in {self.root}"
+        # Steps of another version may have other keys.
+        tensors = sum(len(content.get("done", [])) for content in journal.contents)
+        blocks = journal.contents[-1].get("blocks")
+        return f"{f'{blocks} blocks and ' if blocks else ''}{tensors} tensors are done and kept in {self.root}"
 
     def discard(self) -> None:
         """Remove what was made."""

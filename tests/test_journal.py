@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.errors import ArtifactError
 from quantkit.journal import (
     JournalWriter,
     Mark,
@@ -100,7 +101,17 @@ def test_lines_of_another_journal_or_in_another_order_do_not_count(path: Path, t
         path.write_bytes(b"".join(mixed))
         journal = read_journal(path)
         assert journal is not None
-        assert len(journal.steps) == expected
+        assert len(journal.contents) == expected
+
+
+def test_steps_of_another_version_are_there_and_an_error_only_where_they_are_used(tmp_path: Path) -> None:
+    writer = JournalWriter.create(tmp_path / "j", {"version": "next"})
+    writer._append("step", {"done": ["a"], "colour": "blue"})
+    journal = read_journal(tmp_path / "j")
+    assert journal is not None
+    assert (journal.run, len(journal.contents)) == ({"version": "next"}, 1)
+    with pytest.raises(ArtifactError, match=r"'colour'.*start again"):
+        _ = journal.steps
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}\n", b'{"chain": "", "run": {}}\n', b"\x00\xff\n"])

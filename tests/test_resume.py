@@ -20,6 +20,7 @@ from quantkit.artifact import verify
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import ArtifactError, NumericsError
+from quantkit.journal import JournalWriter
 from quantkit.pipeline import Converted, convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
@@ -28,7 +29,7 @@ from quantkit.workspace import Workspace
 from tests.crashes import watched
 
 IDS = torch.randint(3, 256, (6, 40), generator=torch.Generator().manual_seed(0))
-CALIBRATION = Calibration(IDS, {"set": "random", "tokens_sha256": "0" * 64})
+CALIBRATION = Calibration(IDS, {"set": "random"})
 # Every kind of pass: data-free, a quantiser alone, transforms, activations, a refiner with its random numbers.
 RECIPES = {
     "rtn-g64-zp": [],
@@ -167,6 +168,24 @@ def test_folded_norms_of_narrow_checkpoints_are_read_back_as_they_were(
     assert make(source, tmp_path / "a", "awq-gptq-g64", resume=True).manifest.identity == expected
 
 
+def test_fold_sites_are_those_of_the_first_block_also_where_it_was_done_before(
+    deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of a shape that was seen takes over the sites found then: a resumed run must not look elsewhere."""
+    real, first = blockwise.discover_fold_sites, []
+
+    def discover(block: Any, run: Any, sample: torch.Tensor) -> Any:
+        first.append(sample.clone())
+        return real(block, run, sample) if torch.equal(sample, first[0]) else []
+
+    monkeypatch.setattr(blockwise, "discover_fold_sites", discover)
+    expected = make(deep, tmp_path / "whole", "awq-gptq-g64").manifest
+    stopped_after(2, deep, tmp_path / "a", "awq-gptq-g64", monkeypatch)
+    assert make(deep, tmp_path / "a", "awq-gptq-g64", resume=True).manifest == expected
+    assert len(first) == 3
+    assert len(expected.fold_sites) % 4 == 0
+
+
 def test_finished_blocks_are_not_quantised_again(deep: Path, begun: Begun, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     quantised: list[str] = []
@@ -223,7 +242,7 @@ def changed_source(source: Path, target: Path) -> Path:
         ("recipe", "recipe.name was awq-gptq-signround-g64 and is awq-gptq-g64"),
         ("source", "source.files.model.safetensors was "),
         ("source name", "source.name was deep and is moved"),
-        ("calibration", "calibration.tokens_sha256 was 0"),
+        ("calibration", "calibration.tokens_sha256 was "),
         ("quantkit", "version.quantkit was "),
         ("torch", "version.torch was "),
         ("threads", "machine.threads was 1 and is 2"),
@@ -243,7 +262,7 @@ def test_another_run_is_refused_by_what_differs_and_what_is_kept_is_not_touched(
     elif change == "source name":
         source = shutil.copytree(deep, tmp_path / "moved")
     elif change == "calibration":
-        options["calibration"] = Calibration(IDS, {"set": "random", "tokens_sha256": "1" * 64})
+        options["calibration"] = Calibration(IDS.flip(0), {"set": "random"})
     elif change == "threads":
         torch.set_num_threads(2)  # the autouse fixture puts the number back
     elif change == "shard size":
@@ -259,6 +278,18 @@ def test_another_run_is_refused_by_what_differs_and_what_is_kept_is_not_touched(
     assert named in caught.value.problem
     assert {path: path.read_bytes() for path in root.rglob("*") if path.is_file()} == before
     assert not begun.output.exists()
+
+
+def test_steps_of_another_version_are_refused_by_the_version_and_not_thrown_away(deep: Path, tmp_path: Path) -> None:
+    work = Workspace(tmp_path / "a")
+    work.directory.mkdir(parents=True)
+    writer = JournalWriter.create(work.journal_path, {"version": {"quantkit": "0.0.7"}})
+    writer._append("step", {"chapters": 3})
+    writer.close()
+    assert work.progress == f"0 tensors are done and kept in {work.root}"
+    with pytest.raises(ArtifactError, match=r"version\.quantkit was 0\.0\.7 and is"):
+        make(deep, tmp_path / "a", "rtn-g64", resume=True)
+    assert work.unfinished() is not None
 
 
 def test_threads_do_not_matter_to_a_recipe_without_data(
@@ -374,7 +405,7 @@ def test_a_disk_that_is_full_anywhere_is_one_error_and_can_be_resumed_from(
 ) -> None:
     expected = make(deep, tmp_path / "whole", recipe).manifest.identity
     real = os.fsync
-    for room in (1, 8, 12, 16, 20):
+    for room in (1, 9, 16):
         count = iter(range(999))
 
         def full(descriptor: int, room: int = room, count: Any = count) -> None:

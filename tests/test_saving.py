@@ -9,7 +9,7 @@ import torch
 
 from quantkit import saving
 from quantkit.artifact import WeightsWriter, weight_layouts
-from quantkit.journal import Journal, Mark, Step, read_journal
+from quantkit.journal import Step, read_journal
 from quantkit.saving import Saver, intact_steps, remove_others
 from quantkit.tensorfile import TensorSpec
 
@@ -39,8 +39,9 @@ def test_weights_are_flushed_before_the_line_that_speaks_of_them(
     saver = Saver(tmp_path / "journal", writer, lambda: {"run": 1})
     flushed: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda number: flushed.append(Path(os.readlink(f"/proc/self/fd/{number}")).name))
+    assert saver.ready()
     for name in "ad":
-        assert saver.save(step({name: writer.write(name, torch.randn(8))}))
+        saver.save(step({name: writer.write(name, torch.randn(8))}))
     shards = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
     assert flushed[-5:] == [*shards, "journal", shards[1], "journal"]
 
@@ -48,14 +49,17 @@ def test_weights_are_flushed_before_the_line_that_speaks_of_them(
 def test_nothing_is_saved_before_the_run_is_known(writer: WeightsWriter, tmp_path: Path) -> None:
     known: list[dict[str, Any]] = []
     saver = Saver(tmp_path / "journal", writer, lambda: known[0] if known else None)
-    assert not saver.save(step({}))
+    assert not saver.ready()
     assert not (tmp_path / "journal").exists()
     known.append({"recipe": "one"})
-    assert saver.save(step({"a": "0"}))
+    assert saver.ready()
+    known.clear()
+    assert saver.ready()
+    saver.save(step({"a": "0"}))
     saver.close()
     journal = read_journal(tmp_path / "journal")
     assert journal is not None
-    assert (journal.run, len(journal.steps)) == ({"recipe": "one"}, 1)
+    assert (journal.run, journal.steps) == ({"recipe": "one"}, [step({"a": "0"})])
 
 
 def test_saving_is_worth_it_where_work_took_many_times_as_long(
@@ -72,6 +76,7 @@ def test_saving_is_worth_it_where_work_took_many_times_as_long(
         real(self, one)
 
     monkeypatch.setattr(saving.JournalWriter, "append", slow)
+    assert saver.ready()
     saver.save(step({}))
     assert not saver.worth_it
     now[0] += 39
@@ -86,9 +91,8 @@ def test_steps_count_up_to_the_first_whose_tensors_are_not_as_they_were_written(
     hashes = {name: writer.write(name, torch.randn(8)) for name in "abcd"}
     writer.close()
     steps = [step({"a": hashes["a"], "b": hashes["b"]}), step({"c": hashes["c"]}), step({"d": hashes["d"]})]
-    journal = Journal({}, Mark("", 0), steps, [Mark("", n) for n in range(3)])
     layouts = weight_layouts(folder, SPECS, SHARD)
-    assert intact_steps(journal, layouts) == steps
+    assert intact_steps(steps, layouts) == steps
     for name, expected in (("d", 2), ("c", 1), ("b", 0)):
         entry = next(plan.entries[name] for plan in layouts.values() if name in plan.entries)
         with entry.path.open("r+b") as stream:
@@ -96,15 +100,14 @@ def test_steps_count_up_to_the_first_whose_tensors_are_not_as_they_were_written(
             byte = stream.read(1)
             stream.seek(entry.stop - 1)
             stream.write(bytes([byte[0] ^ 1]))
-        assert intact_steps(journal, layouts) == steps[:expected]
+        assert intact_steps(steps, layouts) == steps[:expected]
     sorted(folder.glob("*.safetensors"))[0].unlink()
-    assert intact_steps(journal, layouts) == []
+    assert intact_steps(steps, layouts) == []
 
 
 def test_a_tensor_of_another_layout_does_not_count(folder: Path, writer: WeightsWriter) -> None:
     steps = [step({"a": writer.write("a", torch.randn(8)), "z": "0" * 64})]
-    journal = Journal({}, Mark("", 0), steps, [Mark("", 1)])
-    assert intact_steps(journal, weight_layouts(folder, SPECS, SHARD)) == []
+    assert intact_steps(steps, weight_layouts(folder, SPECS, SHARD)) == []
 
 
 def test_all_but_the_weight_files_is_removed(folder: Path, writer: WeightsWriter) -> None:
