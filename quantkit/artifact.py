@@ -1,21 +1,19 @@
-"""The artifact directory: written under a sibling name and renamed when complete, verified byte by byte."""
+"""The artifact directory: its weight files, the record of its files, and their verification byte by byte."""
 
 import errno
-import fcntl
+import hashlib
 import json
-import os
-import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from quantkit.canonical import sha256_file, sha256_json
 from quantkit.checkpoint import INDEX_FILE, WEIGHTS_FILE
 from quantkit.components import component_hashes
-from quantkit.errors import ArtifactError
+from quantkit.errors import ArtifactError, CheckpointError
 from quantkit.files import sync_directory, write_file
 from quantkit.manifest import (
     COMPONENTS,
@@ -27,7 +25,15 @@ from quantkit.manifest import (
     component_of,
     read_manifest,
 )
-from quantkit.tensorfile import FileLayout, TensorFileWriter, TensorSpec, layout
+from quantkit.tensorfile import (
+    FileLayout,
+    TensorEntry,
+    TensorFileWriter,
+    TensorSpec,
+    layout,
+    read_chunks,
+    read_tensor,
+)
 
 REPORTS = "evals"
 
@@ -52,27 +58,39 @@ def shard(specs: list[TensorSpec], limit: int) -> list[list[TensorSpec]]:
 
 
 class WeightsWriter:
-    """The weight files of an artifact: every tensor goes to its place in its shard, in any order."""
+    """The weight files of an artifact: every tensor goes to its place in its shard, in any order.
 
-    def __init__(self, directory: Path, specs: list[TensorSpec], shard_bytes: int) -> None:
-        shards = shard(specs, shard_bytes)
-        names = (
-            [WEIGHTS_FILE]
-            if len(shards) == 1
-            else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-        )
+    written: tensors that stand there already, from a run that ended early; their files are gone on with.
+    """
+
+    def __init__(
+        self, directory: Path, specs: list[TensorSpec], shard_bytes: int, written: Collection[str] = ()
+    ) -> None:
         self.directory = directory
-        self._layouts: dict[str, FileLayout] = {
-            name: layout(directory / name, members) for name, members in zip(names, shards, strict=True)
+        self._layouts = weight_layouts(directory, specs, shard_bytes)
+        self._writers = {
+            name: TensorFileWriter(directory / name, plan, plan.entries.keys() & written)
+            for name, plan in self._layouts.items()
         }
-        self._writers = {name: TensorFileWriter(directory / name, plan) for name, plan in self._layouts.items()}
         self._file_of = {tensor: name for name, plan in self._layouts.items() for tensor in plan.entries}
+        sync_directory(directory)
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        self._writers[self._file_of[name]].write(name, tensor)
+    def write(self, name: str, tensor: torch.Tensor) -> str:
+        """Returns the SHA-256 of the tensor's bytes."""
+        return self._writers[self._file_of[name]].write(name, tensor)
 
-    def write_chunks(self, name: str, chunks: Iterator[torch.Tensor]) -> None:
-        self._writers[self._file_of[name]].write_chunks(name, chunks)
+    def write_chunks(self, name: str, chunks: Iterator[torch.Tensor]) -> str:
+        """Returns the SHA-256 of the tensor's bytes."""
+        return self._writers[self._file_of[name]].write_chunks(name, chunks)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor that was written, from its file."""
+        return read_tensor(self._layouts[self._file_of[name]].entries[name])
+
+    def flush(self) -> None:
+        """Make durable what was written by now."""
+        for writer in self._writers.values():
+            writer.flush()
 
     def close(self) -> None:
         """Flush every file, and write the index where there are several."""
@@ -88,42 +106,32 @@ class WeightsWriter:
             writer.abort()
 
 
-@contextmanager
-def writing(output: Path) -> Iterator[Path]:
-    """A sibling directory to fill; renamed to `output` at the end, removed on any error.
-
-    Nothing is ever visible under `output` that is not complete. A second writer of the same output is refused; what a
-    killed writer left behind is removed. Raises ArtifactError (output exists, is being written, disk full, unwritable).
-    """
-    refuse_existing(output)
-    partial = output.parent / f".{output.name}.partial"
-    with disk_errors(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-        lock = _lock(output)
-        try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
-            try:
-                yield partial
-                sync_directory(partial)
-                refuse_existing(output)
-                partial.rename(output)
-                sync_directory(output.parent)
-            except BaseException:
-                shutil.rmtree(partial, ignore_errors=True)
-                raise
-        finally:
-            _unlock(output, lock)
+def weight_layouts(directory: Path, specs: list[TensorSpec], shard_bytes: int) -> dict[str, FileLayout]:
+    """The weight files of an artifact by name, before their bytes."""
+    shards = shard(specs, shard_bytes)
+    names = (
+        [WEIGHTS_FILE]
+        if len(shards) == 1
+        else [f"model-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    )
+    return {name: layout(directory / name, members) for name, members in zip(names, shards, strict=True)}
 
 
-def refuse_existing(output: Path) -> None:
-    """Raises ArtifactError where `output` is there already: an artifact is never overwritten."""
-    if output.exists() or output.is_symlink():
-        raise ArtifactError(f"{output} exists", "choose another --output, or remove it")
+def tensor_sha256(entry: TensorEntry) -> str | None:
+    """SHA-256 of the bytes of a tensor in its file, or None where the file does not hold it."""
+    digest = hashlib.sha256()
+    try:
+        for chunk in read_chunks(entry):
+            digest.update(chunk.view(torch.uint8).numpy().data)
+    except (OSError, CheckpointError):
+        return None
+    return digest.hexdigest()
 
 
 @contextmanager
-def disk_errors(output: Path) -> Iterator[None]:
+def disk_errors(
+    output: Path, action: Callable[[], str] = lambda: "free space, check permissions, or choose another --output"
+) -> Iterator[None]:
     """Turn the system's write errors into a line that names the place and the next action."""
     try:
         yield
@@ -131,9 +139,7 @@ def disk_errors(output: Path) -> Iterator[None]:
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         what = "the disk is full" if full else str(error.strerror or error)
         where = f" ({error.filename})" if error.filename else ""
-        raise ArtifactError(
-            f"{output} cannot be written: {what}{where}", "free space, check permissions, or choose another --output"
-        ) from error
+        raise ArtifactError(f"{output} cannot be written: {what}{where}", action()) from error
 
 
 def record_components(directory: Path) -> dict[Component, list[FileRecord]]:
@@ -230,25 +236,3 @@ def _extra_files(artifact: Path, manifest: Manifest) -> list[str]:
         if name not in manifest.files and not (outside and path.is_file() and not path.is_symlink()):
             names.append(name)
     return names
-
-
-def _lock_path(output: Path) -> Path:
-    return output.parent / f".{output.name}.lock"
-
-
-def _lock(output: Path) -> IO[bytes]:
-    stream = _lock_path(output).open("wb")
-    try:
-        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # Its last holder may have removed the file between our open and our lock: then the lock guards nothing.
-        if os.fstat(stream.fileno()).st_ino != _lock_path(output).stat().st_ino:
-            raise BlockingIOError
-    except (BlockingIOError, FileNotFoundError):
-        stream.close()
-        raise ArtifactError(f"another process is writing {output}", "wait for it, or choose another --output") from None
-    return stream
-
-
-def _unlock(output: Path, stream: IO[bytes]) -> None:
-    _lock_path(output).unlink(missing_ok=True)
-    stream.close()

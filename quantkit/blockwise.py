@@ -5,7 +5,7 @@ them, read back from their packed tensors.
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -21,6 +21,7 @@ from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.algorithms.smoothquant import fake_quantize_tokens
 from quantkit.errors import NumericsError
 from quantkit.fold import TOLERANCE, apply_fold, check_closure, discover_fold_sites
+from quantkit.journal import generator_state, set_generator
 from quantkit.live import LiveModel, batches
 from quantkit.manifest import FallbackRecord, FoldRecord, OutputError
 from quantkit.passes import QUANTISERS, REFINERS, TRANSFORMS, Chosen
@@ -66,14 +67,21 @@ class _Block:
 def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
     """Run every block of the plan's checkpoint on token ids `[samples, length]`, and write its quantised layers.
 
-    Raises NumericsError naming the layer (non-finite weights or activations) and CheckpointError (a model whose blocks
-    cannot be run alone).
+    Blocks that the sink has from an earlier run are run again as they stand in its files: the earlier run went on with
+    numbers that were read back from the same bytes. Raises NumericsError naming the layer (non-finite weights or
+    activations) and CheckpointError (a model whose blocks cannot be run alone).
     """
     live = LiveModel(plan.checkpoint, scratch=sink.writer.directory)
+    if sink.blocks == len(live.blocks):
+        return
     hidden = live.start(ids, short=_PROOF_TOKENS)
     by_module = {layer.module: layer for layer in plan.quantised}
     folding = _Folding(plan, sink, live)
     refining = _Refining(plan, live, hidden)
+    generators = {"fold": folding.generator, "refine": refining.generator}
+    for kind, state in sink.generators.items():
+        set_generator(generators[kind], state)
+    done = sink.blocks
     assert plan.recipe.calibration is not None
     # Products in bfloat16, everything else in float32; sites are proved outside, in float32 throughout.
     reduced = torch.autocast("cpu", torch.bfloat16, plan.recipe.calibration.dtype == "bfloat16")
@@ -82,21 +90,46 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
         block = live.load(index)
         local = {m.removeprefix(name + "."): layer for m, layer in by_module.items() if m.startswith(name + ".")}
         run = partial(live.run, index)
-        with reduced:
-            stats = _statistics(block, local, name, run, hidden)
-        work = _Block(name, block, local, stats)
-        with reduced:
-            refining.advance(index)
-        folding.run(work, run, hidden[:1, :_PROOF_TOKENS])
-        with _single_threaded():
-            chosen = _quantise(plan, work)
-        with reduced:
-            chosen = refining.run(index, work, chosen)
-        _write(plan, work, chosen, sink)
+        sample = hidden[:1, :_PROOF_TOKENS]
+        if index < done:
+            with reduced:
+                refining.advance(index)
+            folding.candidates(block, run, sample)
+            _read_back(block, name, local, sink, live)
+        else:
+            with reduced:
+                stats = _statistics(block, local, name, run, hidden)
+            work = _Block(name, block, local, stats)
+            with reduced:
+                refining.advance(index)
+            folding.run(work, run, sample)
+            with _single_threaded():
+                chosen = _quantise(plan, work)
+            with reduced:
+                chosen = refining.run(index, work, chosen)
+            _write(plan, work, chosen, sink)
+            sink.blocks = index + 1
+            sink.generators = {kind: generator_state(generator) for kind, generator in generators.items()}
+            sink.save()
         if index + 1 < len(live.blocks):
-            with reduced, _rounded_inputs(work, plan.recipe.activations is not None):
+            with reduced, _rounded_inputs(block, local, plan.recipe.activations is not None):
                 live.advance(index, hidden)
         live.free(index)
+
+
+def _read_back(block: nn.Module, name: str, layers: dict[str, Quantised], sink: Sink, live: LiveModel) -> None:
+    """Make the source's block `name` what an earlier run has written of it."""
+    form = sink.plan.format
+    for part, parameter in block.named_parameters():
+        layer = layers.get(part.removesuffix(".weight")) if part.endswith(".weight") else None
+        if layer is not None:
+            stored = {spec.name: sink.writer.read(spec.name) for spec in sink.plan.layer_specs(layer)}
+            local = {key.removeprefix(f"{layer.name}."): tensor for key, tensor in stored.items()}
+            parameter.copy_(dequantize(form.unpack(local, layer.scheme)))
+            continue
+        entry = live.entry_of(f"{name}.{part}")
+        if entry is not None and entry.name in sink.done:  # a fold has changed it
+            parameter.copy_(sink.writer.read(entry.name))
 
 
 def _statistics(
@@ -119,7 +152,7 @@ class _Folding:
     def __init__(self, plan: Plan, sink: Sink, live: LiveModel) -> None:
         self._plan, self._sink, self._live = plan, sink, live
         self._steps = [(name, options) for name, options in plan.recipe.steps if name in TRANSFORMS]
-        self._generator = torch.Generator().manual_seed(_SEED)
+        self.generator = torch.Generator().manual_seed(_SEED)
         # Blocks built alike have the same candidates; each is still proved in each block.
         self._known: dict[tuple[Any, ...], list[FoldSite]] = {}
 
@@ -128,8 +161,8 @@ class _Folding:
         if not self._steps:
             return
         changed: set[str] = set()
-        candidates = self._candidates(work, run, sample)
-        proved = [check_closure(work.module, site, run, sample, self._generator) for site in candidates]
+        candidates = self.candidates(work.module, run, sample)
+        proved = [check_closure(work.module, site, run, sample, self.generator) for site in candidates]
         refusals = [self._refusal(work, site) for site in proved]
         usable = [site for site, reason in zip(proved, refusals, strict=True) if reason is None]
         # Linear sites first: norm sites then see the weights that will be rounded.
@@ -144,14 +177,17 @@ class _Folding:
             if name in changed:
                 entry = self._live.entry_of(f"{work.name}.{name}")
                 if entry is not None:
-                    self._sink.changed(entry, parameter)
+                    parameter.copy_(self._sink.changed(entry, parameter))
 
-    def _candidates(
-        self, work: _Block, run: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor
+    def candidates(
+        self, block: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], sample: torch.Tensor
     ) -> list[FoldSite]:
-        shape = tuple((name, tuple(parameter.shape)) for name, parameter in work.module.named_parameters())
+        """The sites that may be in a block as the source has it, found on the first one of its shape."""
+        if not self._steps:
+            return []
+        shape = tuple((name, tuple(parameter.shape)) for name, parameter in block.named_parameters())
         if shape not in self._known:
-            self._known[shape] = discover_fold_sites(work.module, run, sample)
+            self._known[shape] = discover_fold_sites(block, run, sample)
         return self._known[shape]
 
     def _refusal(self, work: _Block, site: FoldSite) -> str | None:
@@ -223,7 +259,7 @@ class _Refining:
     def __init__(self, plan: Plan, live: LiveModel, hidden: torch.Tensor) -> None:
         self._steps = [(name, options) for name, options in plan.recipe.steps if name in REFINERS]
         self._live = live
-        self._generator = torch.Generator().manual_seed(_SEED)
+        self.generator = torch.Generator().manual_seed(_SEED)
         if self._steps:
             self._exact = live.another(hidden)
             # Views: both tables change in place from block to block.
@@ -244,7 +280,7 @@ class _Refining:
             refiner = REFINERS[name]
             tensors = {part: one.tensor for part, one in chosen.items()}
             parsed = refiner.options.model_validate(options)
-            learned = refiner.run(weights, tensors, loss, count, self._generator, parsed)
+            learned = refiner.run(weights, tensors, loss, count, self.generator, parsed)
             note = (
                 f"{name}: error of the block {learned.loss_before:.4g}, after it {learned.loss_after:.4g}; "
                 f"{100 * learned.changed:.1f} % of its codes changed"
@@ -326,14 +362,14 @@ def _digits(value: float) -> float:
 
 
 @contextmanager
-def _rounded_inputs(work: _Block, active: bool) -> Iterator[None]:
+def _rounded_inputs(block: nn.Module, layers: Iterable[str], active: bool) -> Iterator[None]:
     """The block's quantised linears see inputs rounded to int8, as the artifact's will."""
 
     def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:  # noqa: ARG001
         value = arguments[0]
         return fake_quantize_tokens(value.reshape(-1, value.shape[-1])).reshape(value.shape)
 
-    modules = [work.module.get_submodule(part) for part in work.layers] if active else []
+    modules = [block.get_submodule(part) for part in layers] if active else []
     handles = [module.register_forward_pre_hook(hook) for module in modules]
     try:
         yield

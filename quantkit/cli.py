@@ -55,6 +55,9 @@ def convert(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything and print the plan; read no weights.")
     ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with an unfinished conversion to this output, if there is one.")
+    ] = False,
     shard_size: Annotated[str, typer.Option(help="Largest weight file, as in 5GB or 500MB.")] = "5GB",
     trust_remote_code: Trust = False,
     as_json: Json = False,
@@ -67,13 +70,14 @@ def convert(
     from quantkit.pipeline import convert as run
     from quantkit.plan import make_plan
     from quantkit.recipe import load_recipe
+    from quantkit.workspace import Workspace
 
     shard_bytes = _parse_size(shard_size)
     chosen = load_recipe(recipe, set_)
     checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
     plan = make_plan(checkpoint, chosen)
     target = output or Path(f"{Path(checkpoint.name).name}-{chosen.name}")
-    check_space(plan, target)
+    check_space(plan, target, resume=resume)
     calibration_set(chosen, calib)
     if dry_run:
         _show(inspect_plan(plan), as_json)
@@ -82,8 +86,10 @@ def convert(
         _say(note)
     calibration = recipe_calibration(chosen, checkpoint, calib, allow_short=allow_short_calibration)
     total = sum(entry.nbytes for entry in checkpoint.entries.values())
+    if resume:
+        _say(Workspace(target).progress or f"nothing of {target} is unfinished: starting from the beginning")
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=_messages, transient=True) as bar:
+    with _resumable(target), Progress(*columns, console=_messages, transient=True) as bar:
         task = bar.add_task("converting", total=total)
         done = run(
             plan,
@@ -91,6 +97,7 @@ def convert(
             calibration=calibration,
             shard_bytes=shard_bytes,
             progress=lambda _, size: bar.advance(task, size),
+            resume=resume,
         )
     _say(f"wrote {target} in {done.seconds:.1f} s; identity {done.manifest.identity}")
     _show(inspect_artifact(target) | {"path": str(target)}, as_json)
@@ -518,6 +525,22 @@ def _show(found: dict[str, Any], as_json: bool) -> None:
     console = Console()
     for table in inspection_tables(found):
         console.print(table)
+
+
+@contextmanager
+def _resumable(target: Path) -> Iterator[None]:
+    """An interrupt of a conversion says what is kept and how to go on, where anything is."""
+    from quantkit.workspace import Workspace
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        if target.exists():  # it came behind the rename
+            raise InterruptedRunError(f"interrupted; {target} is complete", "check it with quantkit verify") from None
+        kept = Workspace(target).progress
+        if kept is None:
+            raise
+        raise InterruptedRunError(f"interrupted; {kept}", "run the same command with --resume to go on") from None
 
 
 @contextmanager

@@ -149,9 +149,9 @@ def run_demo(demo: DemoModel, base: Path, output: Path, say: Callable[[str], Non
     checkpoint = open_checkpoint(str(base))
     recipe = load_recipe(demo.recipe, demo.settings)
     plan = make_plan(checkpoint, recipe)
-    check_space(plan, output)
+    check_space(plan, output, resume=True)
     say(f"converting with {demo.recipe} {' '.join(demo.settings)}".rstrip())
-    converted = convert(plan, output, calibration=recipe_calibration(recipe, checkpoint))
+    converted = convert(plan, output, calibration=recipe_calibration(recipe, checkpoint), resume=True)
     problems = verify(output)
     if problems:
         raise ArtifactError(f"{output}: {problems[0]}", "report this as a defect of quantkit")

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 
 from quantkit.algorithms.rtn import rtn_quantize
-from quantkit.artifact import CARD_FILE, WeightsWriter, record_components, refuse_existing, seal_run, writing
+from quantkit.artifact import CARD_FILE, WeightsWriter, record_components, seal_run, weight_layouts
 from quantkit.blockwise import quantise_blocks
 from quantkit.calibration import Calibration
-from quantkit.canonical import sha256_file
+from quantkit.canonical import sha256_bytes, sha256_file
 from quantkit.card import model_card, place_of
 from quantkit.checkpoint import INDEX_FILE, Checkpoint, config_values
 from quantkit.components import component_hashes
 from quantkit.errors import ArtifactError, CalibrationError, CheckpointError, NumericsError
 from quantkit.files import copy_file, write_file
+from quantkit.journal import Journal, Step, first_difference
 from quantkit.manifest import (
     MANIFEST_FILE,
     RUN_FILE,
@@ -40,8 +41,10 @@ from quantkit.manifest import (
 )
 from quantkit.passes import Chosen
 from quantkit.plan import Dropped, Kept, Plan, Quantised
+from quantkit.saving import Saver, intact_steps, remove_others
 from quantkit.sink import Progress, Sink
 from quantkit.tensorfile import TensorEntry, read_chunks, read_tensor
+from quantkit.workspace import Workspace, refuse_busy, refuse_existing, refuse_unfinished, writing
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 
@@ -62,44 +65,132 @@ def convert(
     calibration: Calibration | None = None,
     shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress | None = None,
+    resume: bool = False,
 ) -> Converted:
     """Carry out a plan and write the artifact to `output`. A calibrated recipe needs `calibration`.
 
-    Raises ArtifactError (output exists, is being written, disk full), CheckpointError (the source changed or is cut
-    off), NumericsError (non-finite weights or activations, scales that do not fit), CalibrationError (none given); each
-    names the file and the tensor.
+    resume: go on with an unfinished conversion to `output`, if there is one, to the same bytes. Raises ArtifactError
+    (output exists, is being written, disk full; an unfinished conversion that is of another run, or is in the way),
+    CheckpointError (the source changed or is cut off), NumericsError (non-finite weights or activations, scales that do
+    not fit), CalibrationError (none given); each names the file and the tensor.
     """
     started = time.time()
-    check_space(plan, output)
+    check_space(plan, output, resume=resume)
     if plan.recipe.calibrated and calibration is None:
         raise CalibrationError(f"recipe {plan.recipe.name} calibrates and no set is given", "pass --calib")
     digests = _Digests(plan.checkpoint)
-    with writing(output) as directory, torch.no_grad():
-        sink = Sink(plan, WeightsWriter(directory, plan.specs, shard_bytes), progress or (lambda *_: None))
+    with writing(output, resume=resume) as work, torch.no_grad():
+        run = _Run(plan, calibration, shard_bytes, digests)
+        sink = _opened(work, run, progress or (lambda *_: None))
+        before = len(sink.done)
         try:
             if calibration is not None and plan.recipe.calibrated:
                 quantise_blocks(plan, calibration.ids, sink)
             _write_rest(plan, sink)
             sink.writer.close()
-        except BaseException:
-            sink.writer.abort()
+            sink.save()
+        except (CheckpointError, NumericsError):
+            work.discard()  # to go on would lead to the same place
             raise
-        _write_config(plan, directory)
+        finally:
+            sink.writer.abort()
+            sink.saver.close()
+        _write_config(plan, work.directory)
         for name in plan.checkpoint.side_files:
-            copy_file(plan.checkpoint.directory / name, directory / place_of(name))
-        manifest = _manifest(plan, sink, calibration, directory, digests.result())
-        write_file(directory / MANIFEST_FILE, manifest.data)
-        write_file(directory / CARD_FILE, model_card(manifest, directory).encode())
-        write_file(directory / RUN_FILE, seal_run(_run_record(plan, manifest, started)))
+            copy_file(plan.checkpoint.directory / name, work.directory / place_of(name))
+        manifest = _manifest(plan, sink, calibration, work.directory, digests.result())
+        write_file(work.directory / MANIFEST_FILE, manifest.data)
+        write_file(work.directory / CARD_FILE, model_card(manifest, work.directory).encode())
+        write_file(work.directory / RUN_FILE, seal_run(_run_record(plan, manifest, started, before)))
     return Converted(output, manifest, time.time() - started)
 
 
-def check_space(plan: Plan, output: Path) -> None:
-    """Raises ArtifactError where `output` exists or its disk cannot hold the artifact."""
+@dataclass(frozen=True)
+class _Run:
+    """What a conversion is made from and with: where all of it agrees, another run may go on with it."""
+
+    plan: Plan
+    calibration: Calibration | None
+    shard_bytes: int
+    digests: "_Digests"
+
+    def key(self) -> dict[str, Any]:
+        """All but the source's files, as plain values."""
+        checkpoint, recipe = self.plan.checkpoint, self.plan.recipe
+        machine = {
+            "threads": torch.get_num_threads(),
+            "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        }
+        key = {
+            "version": {name: version(name) for name in ("quantkit", "torch", "transformers")},
+            "recipe": recipe.values,
+            "source": {"name": checkpoint.name, "revision": checkpoint.revision},
+            "calibration": self._calibration(),
+            "shard_size": self.shard_bytes,
+            # Sums of floats are added in another order on another one.
+            "machine": machine if recipe.calibrated else None,
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(key))  # as a journal gives it back, in this order
+        return plain
+
+    def _calibration(self) -> dict[str, Any] | None:
+        if self.calibration is None:
+            return None
+        tokens = sha256_bytes(self.calibration.ids.numpy().astype("<i8").tobytes())
+        return self.calibration.account | {"tokens_sha256": tokens}
+
+    def whole_key(self) -> dict[str, Any]:
+        """The key with the SHA-256 of every file of the source; waits for them."""
+        key = self.key()
+        key["source"]["files"] = {record.name: record.sha256 for record in self.digests.result()}
+        return key
+
+    def known_key(self) -> dict[str, Any] | None:
+        """The same, or None where it would have to wait."""
+        return self.whole_key() if self.digests.done else None
+
+    def check(self, journal: Journal, work: Workspace) -> None:
+        """Raises ArtifactError naming what differs between an unfinished conversion and this run."""
+        files = {"files": journal.run.get("source", {}).get("files")}
+        key = self.key()
+        # Reading the whole source takes long; what differs at first sight is said at once.
+        for ours in (key | {"source": key["source"] | files}, None):
+            found = first_difference(journal.run, ours or self.whole_key())
+            if found is not None:
+                raise ArtifactError(
+                    f"the unfinished conversion in {work.root} is another one: {found}",
+                    "repeat the command that began it, or remove that folder to start again",
+                )
+
+
+def _opened(work: Workspace, run: _Run, progress: Progress) -> Sink:
+    """A sink with what an unfinished conversion in the workspace has done, as far as its bytes are intact."""
+    layouts = weight_layouts(work.directory, run.plan.specs, run.shard_bytes)
+    journal = work.unfinished()
+    steps: list[Step] = []
+    if journal is not None:
+        run.check(journal, work)
+        steps = intact_steps(journal.steps, layouts)
+        remove_others(work.directory, layouts)
+    written = {name for step in steps for name in step.tensors}
+    writer = WeightsWriter(work.directory, run.plan.specs, run.shard_bytes, written)
+    mark = None if journal is None else journal.mark(len(steps))
+    sink = Sink(run.plan, writer, progress, Saver(work.journal_path, writer, run.known_key, mark))
+    sink.restore(steps)
+    return sink
+
+
+def check_space(plan: Plan, output: Path, *, resume: bool = False) -> None:
+    """Raises ArtifactError where `output` exists, is being written, or its disk cannot hold the artifact.
+
+    Also where an unfinished conversion to it would be lost, because `resume` is off.
+    """
     refuse_existing(output)
+    refuse_busy(output)
+    refuse_unfinished(output, resume=resume)
     parent = next(path for path in [*output.absolute().parents] if path.exists())
     sides = sum((plan.checkpoint.directory / name).stat().st_size for name in plan.checkpoint.side_files)
-    needed, free = plan.output_bytes + sides, shutil.disk_usage(parent).free
+    needed, free = plan.output_bytes + sides, shutil.disk_usage(parent).free + Workspace(output).used_bytes
     if needed > free:
         raise ArtifactError(
             f"{output} needs {needed / 1e9:.2f} GB and {parent} has {free / 1e9:.2f} GB free",
@@ -127,6 +218,7 @@ def _write_rest(plan: Plan, sink: Sink) -> None:
         else:
             _check_copy(item)
             sink.progress(name, entry.nbytes)
+        sink.save_where_cheap()
 
 
 def _round(layer: Quantised, weight: torch.Tensor) -> Chosen:
@@ -187,7 +279,12 @@ class _Digests:
         except OSError as error:
             self._failure = error
 
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
     def result(self) -> list[FileRecord]:
+        """Waits for the thread. Raises CheckpointError where a file cannot be read."""
         self._thread.join()
         if self._failure is not None:
             raise CheckpointError(f"the source cannot be read: {self._failure}", "restore the source and convert again")
@@ -251,7 +348,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _run_record(plan: Plan, manifest: Manifest, started: float) -> dict[str, Any]:
+def _run_record(plan: Plan, manifest: Manifest, started: float, resumed: int) -> dict[str, Any]:
     """What is true of this run and not of the artifact: never part of the identity."""
     libraries = ("quantkit", "torch", "transformers", "compressed-tensors", "numpy", "safetensors")
     return {
@@ -260,6 +357,7 @@ def _run_record(plan: Plan, manifest: Manifest, started: float) -> dict[str, Any
         "source_not_used": plan.checkpoint.skipped,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "seconds": round(time.time() - started, 3),
+        "resumed_after_tensors": resumed,
         "host": platform.node(),
         "platform": platform.platform(),
         "python": platform.python_version(),

@@ -8,9 +8,11 @@ import torch
 
 from quantkit.affine import dequantize, row_slices
 from quantkit.artifact import WeightsWriter
+from quantkit.journal import Step
 from quantkit.manifest import FallbackRecord, FoldRecord, LayerError, LayerRecord, OutputError, SchemeRecord
 from quantkit.passes import Chosen
 from quantkit.plan import Plan, Quantised
+from quantkit.saving import Saver
 from quantkit.tensorfile import TensorEntry
 from quantkit.types import QuantizedTensor
 
@@ -20,15 +22,63 @@ Progress = Callable[[str, int], None]
 
 @dataclass
 class Sink:
-    """Takes each tensor of a plan once; `done` names those that came."""
+    """Takes each tensor of a plan once; `done` names those that came, those of an earlier run included.
+
+    blocks, generators: how many decoder blocks are done, and the random generators behind the last; see `Step`.
+    """
 
     plan: Plan
     writer: WeightsWriter
     progress: Progress
+    saver: Saver
     layers: list[LayerRecord] = field(default_factory=list)
     fold_sites: list[FoldRecord] = field(default_factory=list)
     fallbacks: list[FallbackRecord] = field(default_factory=list)
     done: set[str] = field(default_factory=set)
+    blocks: int = 0
+    generators: dict[str, str] = field(default_factory=dict)
+    # What is not saved yet: source tensors, hashes of written ones; and how many records of each kind are.
+    _fresh: list[str] = field(default_factory=list)
+    _written: dict[str, str] = field(default_factory=dict)
+    _saved: tuple[int, int, int] = (0, 0, 0)
+
+    def restore(self, steps: list[Step]) -> None:
+        """Take over what an earlier run has done."""
+        for step in steps:
+            self.layers += step.layers
+            self.fold_sites += step.fold_sites
+            self.fallbacks += step.fallbacks
+            self.blocks, self.generators = step.blocks, step.generators
+            for name in step.done:
+                self.done.add(name)
+                self.progress(name, self.plan.checkpoint.entries[name].nbytes)
+        self._saved = self._counts
+
+    def save(self) -> None:
+        """Save what came since the last time, if that can be done yet."""
+        if not self.saver.ready():
+            return
+        layers, folds, fallbacks = self._saved
+        step = Step(
+            blocks=self.blocks,
+            done=self._fresh,
+            tensors=self._written,
+            layers=self.layers[layers:],
+            fold_sites=self.fold_sites[folds:],
+            fallbacks=self.fallbacks[fallbacks:],
+            generators=self.generators,
+        )
+        self.saver.save(step)
+        self._fresh, self._written, self._saved = [], {}, self._counts
+
+    def save_where_cheap(self) -> None:
+        """Save, where that takes little time beside the work that would be lost."""
+        if self._fresh and self.saver.worth_it:
+            self.save()
+
+    @property
+    def _counts(self) -> tuple[int, int, int]:
+        return len(self.layers), len(self.fold_sites), len(self.fallbacks)
 
     def layer(
         self,
@@ -42,7 +92,7 @@ class Sink:
         """Pack and write a layer; returns what was stored, by local name. `weight`: the float it was made of."""
         stored = self.plan.layer_format(layer).pack(chosen.tensor)
         for local, tensor in stored.items():
-            self.writer.write(f"{layer.name}.{local}", tensor)
+            self._write(f"{layer.name}.{local}", tensor)
         self.layers.append(
             LayerRecord(
                 name=layer.name,
@@ -64,16 +114,22 @@ class Sink:
 
     def kept(self, entry: TensorEntry, chunks: Iterator[torch.Tensor]) -> None:
         """Write a tensor as the source holds it."""
-        self.writer.write_chunks(entry.name, chunks)
+        self._written[entry.name] = self.writer.write_chunks(entry.name, chunks)
         self._finish(entry)
 
-    def changed(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        """Write a kept tensor that a fold has changed, in the dtype of the source."""
-        self.writer.write(entry.name, tensor.to(entry.dtype))
+    def changed(self, entry: TensorEntry, tensor: torch.Tensor) -> torch.Tensor:
+        """Write a kept tensor that a fold has changed, in the dtype of the source; returns what was stored."""
+        stored = tensor.to(entry.dtype)
+        self._write(entry.name, stored)
         self._finish(entry)
+        return stored
+
+    def _write(self, name: str, tensor: torch.Tensor) -> None:
+        self._written[name] = self.writer.write(name, tensor)
 
     def _finish(self, entry: TensorEntry) -> None:
         self.done.add(entry.name)
+        self._fresh.append(entry.name)
         self.progress(entry.name, entry.nbytes)
 
 

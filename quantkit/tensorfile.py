@@ -6,11 +6,12 @@ The reader uses plain reads instead of a memory map, so that resident memory is 
 writer knows every shape beforehand, so a file is laid out once and filled in any order.
 """
 
+import hashlib
 import json
 import math
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,18 +219,22 @@ def layout(path: Path, specs: list[TensorSpec]) -> FileLayout:
 class TensorFileWriter:
     """Fills one laid-out file, tensor by tensor, in any order.
 
-    Raises ArtifactError for a tensor that is not in the layout, comes twice, has another dtype or shape, or is missing
-    at `close`; OSError (disk full) passes through.
+    written: tensors that stand in the file already; without any it is made anew. Raises ArtifactError for a tensor that
+    is not in the layout, comes twice, has another dtype or shape, or is missing at `close`; OSError (disk full) passes
+    through.
     """
 
-    def __init__(self, path: Path, plan: FileLayout) -> None:
+    def __init__(self, path: Path, plan: FileLayout, written: Set[str] = frozenset()) -> None:
         self._plan = plan
         self._path = path
-        self._pending = set(plan.entries)
-        self._stream = path.open("wb", buffering=0)
+        self._pending = plan.entries.keys() - written
+        self._stream = path.open("r+b" if written else "wb", buffering=0)
+        self._stream.truncate(plan.size)
         write_at(self._stream.fileno(), plan.header, 0)
+        self._dirty = True
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
+    def write(self, name: str, tensor: torch.Tensor) -> str:
+        """Write a tensor; returns the SHA-256 of its bytes."""
         entry = self._claim(name)
         if tensor.dtype != entry.dtype or tuple(tensor.shape) != entry.shape:
             raise ArtifactError(
@@ -238,23 +243,33 @@ class TensorFileWriter:
             )
         data = _bytes_of(tensor.contiguous().reshape(-1))
         write_at(self._stream.fileno(), data, entry.start)
+        return hashlib.sha256(data).hexdigest()
 
-    def write_chunks(self, name: str, chunks: Iterator[torch.Tensor]) -> None:
-        """Write a tensor from the flat pieces that `read_chunks` yields."""
+    def write_chunks(self, name: str, chunks: Iterator[torch.Tensor]) -> str:
+        """Write a tensor from the flat pieces that `read_chunks` yields; returns the SHA-256 of its bytes."""
         entry = self._claim(name)
         position = entry.start
+        digest = hashlib.sha256()
         for chunk in chunks:
             data = _bytes_of(chunk)
             write_at(self._stream.fileno(), data, position)
+            digest.update(data)
             position += len(data)
         if position != entry.stop:
             raise ArtifactError(f"tensor {name!r} came with {position - entry.start} of {entry.nbytes} bytes", _DAMAGED)
+        return digest.hexdigest()
+
+    def flush(self) -> None:
+        """Make durable what was written by now."""
+        if self._dirty:
+            os.fsync(self._stream.fileno())
+            self._dirty = False
 
     def close(self) -> None:
         """Flush to the disk. Raises ArtifactError where a planned tensor was never written."""
         if self._pending:
             raise ArtifactError(f"{self._path.name}: {min(self._pending)!r} was never written", "convert again")
-        os.fsync(self._stream.fileno())
+        self.flush()
         self._stream.close()
 
     def abort(self) -> None:
@@ -264,6 +279,7 @@ class TensorFileWriter:
         if name not in self._pending:
             raise ArtifactError(f"tensor {name!r} was not planned or came twice", "report this as a defect of quantkit")
         self._pending.remove(name)
+        self._dirty = True
         return self._plan.entries[name]
 
 

@@ -9,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.artifact import CARD_FILE, record_components, seal_run, shard, verify, writing
+from quantkit.artifact import (
+    CARD_FILE,
+    WeightsWriter,
+    record_components,
+    seal_run,
+    shard,
+    tensor_sha256,
+    verify,
+    weight_layouts,
+)
 from quantkit.canonical import canonical_json, sha256_bytes
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import ArtifactError
@@ -306,46 +315,51 @@ def test_components_list_each_file_once_and_empty_ones_are_there(tmp_path: Path)
     }  # fmt: skip
 
 
-# Writing
-
-
-def test_the_final_name_appears_only_when_the_block_ends(tmp_path: Path) -> None:
-    output = tmp_path / "artifact"
-    with writing(output) as directory:
-        (directory / "file").write_text("x")
-        assert not output.exists()
-    assert (output / "file").read_text() == "x"
-    assert list(tmp_path.iterdir()) == [output]
-
-
-def test_an_output_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
-    output = tmp_path / "artifact"
-
-    def write_while_another_appears() -> None:
-        with writing(output) as directory:
-            (directory / "file").write_text("ours")
-            output.mkdir()
-            (output / "theirs").write_text("theirs")
-
-    with pytest.raises(ArtifactError, match="exists"):
-        write_while_another_appears()
-    assert [path.name for path in output.iterdir()] == ["theirs"]
-    assert list(tmp_path.iterdir()) == [output]
-
-
-def test_an_output_whose_parent_is_a_file_is_an_error_naming_it(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with (
-        pytest.raises(ArtifactError, match=r"file/artifact cannot be written"),
-        writing(tmp_path / "file" / "artifact"),
-    ):
-        pass
+# Weight files
 
 
 def test_shards_keep_the_order_and_the_limit_and_give_large_tensors_a_file_of_their_own() -> None:
     sizes = [3, 3, 10, 1, 1, 1, 9]
     specs = [TensorSpec(str(n), torch.uint8, (size,)) for n, size in enumerate(sizes)]
     assert [[spec.nbytes for spec in part] for part in shard(specs, 6)] == [[3, 3], [10], [1, 1, 1], [9]]
+
+
+def test_weight_files_can_be_gone_on_with_and_are_those_of_one_go(tmp_path: Path) -> None:
+    tensors = {str(n): torch.arange(3 + n, dtype=torch.int32) for n in range(5)}
+    specs = [TensorSpec(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    for folder, split in (("whole", 5), ("parts", 2)):
+        (tmp_path / folder).mkdir()
+        done: list[str] = []
+        for names in (list(tensors)[:split], list(tensors)[split:]):
+            writer = WeightsWriter(tmp_path / folder, specs, 32, done)
+            for name in names:
+                writer.write(name, tensors[name])
+            done += names
+            if len(done) == len(tensors):
+                writer.close()
+                break
+            writer.flush()
+            writer.abort()
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert len(files) == 5, "four shards and their index"
+    assert all((tmp_path / "whole" / name).read_bytes() == (tmp_path / "parts" / name).read_bytes() for name in files)
+
+
+def test_written_tensors_are_read_back_and_known_by_their_hash(tmp_path: Path) -> None:
+    specs = [TensorSpec("a", torch.float32, (2, 3)), TensorSpec("b", torch.uint8, (5,))]
+    writer = WeightsWriter(tmp_path, specs, 99)
+    tensor = torch.randn(2, 3)
+    found = writer.write("a", tensor)
+    other = writer.write_chunks("b", iter([torch.zeros(2, dtype=torch.uint8), torch.ones(3, dtype=torch.uint8)]))
+    writer.close()
+    assert torch.equal(writer.read("a"), tensor)
+    entries = weight_layouts(tmp_path, specs, 99)["model.safetensors"].entries
+    assert [tensor_sha256(entries[name]) for name in "ab"] == [found, other]
+    assert found == sha256_bytes(tensor.numpy().tobytes())
+    flip(tmp_path / "model.safetensors", entries["a"].start + 9)
+    assert tensor_sha256(entries["a"]) != found
+    (tmp_path / "model.safetensors").unlink()
+    assert tensor_sha256(entries["b"]) is None
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "compressed-tensors-packed"])

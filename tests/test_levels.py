@@ -34,8 +34,8 @@ LEVELS: list[list[str]] = [
     # the artifact
     ["manifest"],
     ["components"],
-    ["artifact"],
-    ["card", "signing"],
+    ["artifact", "journal"],
+    ["card", "signing", "workspace", "saving"],
     ["plan"],
     ["sink"],
     ["blockwise"],

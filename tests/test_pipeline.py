@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from quantkit import pipeline
 from quantkit.affine import dequantize
 from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.artifact import verify
@@ -27,6 +28,7 @@ from quantkit.recipe import load_recipe
 from quantkit.sink import rounding_error
 from quantkit.tensorfile import read_header
 from quantkit.types import QuantScheme
+from quantkit.workspace import Workspace
 from tests.zoo import ARCHITECTURES
 
 RECIPES = ["rtn-g64", "rtn-g64-zp"]
@@ -142,7 +144,7 @@ def test_side_files_are_copied_byte_for_byte_and_config_gains_only_the_quantisat
     copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE"}
     for file in copied:
         assert (made / file).read_bytes() == (zoo(name) / file).read_bytes(), file
-    ours = {"model.safetensors", "config.json", "manifest.json", "run.json"}
+    ours = {"model.safetensors", "config.json", "manifest.json", "run.json", "README.md"}
     assert {path.name for path in made.iterdir()} == copied | ours
     config, source = (json.loads((place / "config.json").read_bytes()) for place in (made, zoo(name)))
     assert ("quantization_config" in config) == (LINEARS[name] > 0)
@@ -352,7 +354,7 @@ def test_a_source_that_shrinks_during_the_run_is_an_error_naming_the_tensor(
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_failing_disk_is_one_error_and_leaves_nothing(
+def test_a_failing_disk_is_one_error_and_no_artifact_and_can_be_resumed_from(
     code: int, zoo: Zoo, output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, pwrite = 0, os.pwrite
@@ -369,7 +371,11 @@ def test_a_failing_disk_is_one_error_and_leaves_nothing(
         make(zoo("llama"), output)
     assert ("the disk is full" in str(caught.value)) == (code != errno.EIO)
     assert written > 60_000
-    assert list(output.parent.iterdir()) == []
+    assert not output.exists()
+    assert ("--resume" in caught.value.action) == (Workspace(output).unfinished() is not None)
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    assert verify(make(zoo("llama"), output, resume=True).path) == []
+    assert list(output.parent.iterdir()) == [output]
 
 
 def test_short_writes_are_continued(zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,14 +384,22 @@ def test_short_writes_are_continued(zoo: Zoo, tmp_path: Path, monkeypatch: pytes
     assert make(zoo("llama"), tmp_path / "b").manifest.identity == expected
 
 
-def test_a_failure_in_the_last_step_leaves_nothing(zoo: Zoo, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_the_last_step_keeps_all_that_was_done(
+    zoo: Zoo, output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("quantkit.pipeline._run_record", refuse)
-    with pytest.raises(ArtifactError, match="the disk is full"):
+    monkeypatch.setattr(pipeline._Digests, "done", property(lambda self: self.result() is not None))
+    record = pipeline._run_record
+    monkeypatch.setattr(pipeline, "_run_record", refuse)
+    with pytest.raises(ArtifactError, match=r"the disk is full.*--resume"):
         make(zoo("llama"), output)
-    assert list(output.parent.iterdir()) == []
+    assert not output.exists()
+    monkeypatch.setattr(pipeline, "_run_record", record)
+    monkeypatch.setattr("quantkit.pipeline.rtn_quantize", lambda *_: pytest.fail("a layer was quantised again"))
+    assert verify(make(zoo("llama"), output, resume=True).path) == []
+    assert list(output.parent.iterdir()) == [output]
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "dangling link"])

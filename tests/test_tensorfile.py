@@ -418,6 +418,33 @@ def test_chunks_of_another_total_are_refused(writer: TensorFileWriter, chunks: l
         writer.write_chunks("a", iter(chunks))
 
 
+def test_a_file_is_gone_on_with_where_it_was_left(tmp_path: Path, writer: TensorFileWriter) -> None:
+    writer.write("a", torch.ones(2))
+    writer.abort()
+    plan = layout(
+        tmp_path / "m.safetensors", [TensorSpec("a", torch.float32, (2,)), TensorSpec("b", torch.uint8, (3,))]
+    )
+    with (tmp_path / "m.safetensors").open("ab") as stream:
+        stream.write(b"left over")
+    second = TensorFileWriter(tmp_path / "m.safetensors", plan, {"a"})
+    with pytest.raises(ArtifactError, match="'a' was not planned or came twice"):
+        second.write("a", torch.zeros(2))
+    second.write("b", torch.zeros(3, dtype=torch.uint8))
+    second.close()
+    assert torch.equal(read_tensor(read_header(tmp_path / "m.safetensors")["a"]), torch.ones(2))
+
+
+def test_flushing_is_left_out_where_nothing_is_new(writer: TensorFileWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    for _ in range(3):
+        writer.flush()
+    assert len(flushed) == 1, "the header"
+    writer.write("a", torch.zeros(2))
+    writer.flush()
+    assert len(flushed) == 2
+
+
 def test_a_tensor_that_never_came_is_named_at_the_end(writer: TensorFileWriter) -> None:
     writer.write("a", torch.zeros(2))
     with pytest.raises(ArtifactError, match="'b' was never written"):
