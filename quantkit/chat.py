@@ -12,9 +12,11 @@ from quantkit.errors import CalibrationError, one_line
 from quantkit.limits import run_bounded
 from quantkit.texts import Chat, Text
 
-# For all rows of a text together: rendering is a matter of milliseconds and of little more than the text itself.
+# What rendering may take, for any text and for what is in it: a row takes a millisecond, and little more than itself.
 _SECONDS = 120
+_SECONDS_A_ROW = 0.02
 _MEMORY = 1 << 30
+_MEMORY_A_CHARACTER = 32
 
 # A template may write today's date, and the same source has to give the same bytes on every day: it is given this one.
 _DAY = {
@@ -83,16 +85,18 @@ def _rendered(chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str) -> 
                 if messages:
                     made = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
             except MemoryError:
-                return [*found, ["problem", f"more than {_MEMORY >> 20} MiB"]]
+                return [*found, ["problem", f"more than {memory >> 20} MiB"]]
             except Exception as error:
                 return [*found, ["problem", one_line(error)]]
             found.append(["text", made])
         return found
 
+    seconds = _SECONDS + _SECONDS_A_ROW * len(rows)
+    memory = _MEMORY + _MEMORY_A_CHARACTER * sum(len(str(messages)) for messages in rows)
     try:
-        answers = run_bounded(render_all, _SECONDS, _MEMORY)
+        answers = run_bounded(render_all, seconds, memory)
     except (TimeoutError, MemoryError) as error:
-        reason = f"takes more than {_SECONDS} s" if isinstance(error, TimeoutError) else f"takes {error} of memory"
+        reason = f"takes more than {seconds:.0f} s" if isinstance(error, TimeoutError) else f"takes {error} of memory"
         raise CalibrationError(
             f"calibration text {chat.name}: the chat template {reason}", "use another template, or plain text"
         ) from None

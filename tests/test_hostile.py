@@ -1,5 +1,6 @@
 """Broken and hostile files: only typed errors, no hang, no memory blow-up, nothing outside the folder, no code."""
 
+import ast
 import json
 import os
 from collections.abc import Callable
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
+import quantkit
 from tests.hostile import JSON_TARGETS, TARGETS, Target, changed, damaged
 
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
@@ -84,3 +86,33 @@ def test_damaged_bytes_raise_nothing_but_typed_errors(name: str, folder_of: Prep
 
     run()
     target.run(folder, good)
+
+
+def code_runners(source: str) -> set[str]:
+    """What in a Python source could run code out of data: unpickling, eval, YAML with tags, trust unasked."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            found |= {name for name in names if name.split(".")[0] in {"pickle", "marshal", "shelve", "dill", "joblib"}}
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            safe = name == "yaml.load" and keywords.get("Loader") == "_UniqueKeyLoader"
+            if name in {"eval", "exec", "compile", "torch.load", "yaml.load", "yaml.unsafe_load"} and not safe:
+                found.add(name)
+            if keywords.get("trust_remote_code") == "True" or keywords.get("allow_pickle") == "True":
+                found.add(f"{name} that trusts")
+    return found
+
+
+def test_no_module_runs_code_out_of_data() -> None:
+    root = Path(quantkit.__file__).parent
+    assert {path.name: found for path in root.rglob("*.py") if (found := code_runners(path.read_text()))} == {}
+
+
+def test_the_search_for_what_runs_code_would_find_it() -> None:
+    assert code_runners("import pickle\ntorch.load(f)\nyaml.load(t)\neval(x)\nM.load(d, trust_remote_code=True)") == {
+        "pickle", "torch.load", "yaml.load", "eval", "M.load that trusts",
+    }  # fmt: skip
+    assert code_runners("yaml.load(t, Loader=_UniqueKeyLoader)\nM.load(d, trust_remote_code=asked)") == set()
