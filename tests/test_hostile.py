@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 import quantkit
-from tests.hostile import JSON_TARGETS, TARGETS, Target, changed, damaged
+from tests.hostile import JSON_TARGETS, TARGETS, WILD, Target, changed, damaged, places, spelt
 
 QUIET = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large]
 # QUANTKIT_FUZZ=20 tries twenty times as many, and other ones each time.
@@ -75,6 +75,21 @@ def test_wild_values_raise_nothing_but_typed_errors(name: str, folder_of: Prepar
     assert beside(folder) == before, "a file outside the folder was changed"
 
 
+@pytest.mark.parametrize("name", JSON_TARGETS)
+def test_one_value_after_the_other_may_be_anything(name: str, folder_of: Prepared) -> None:
+    """As many as time allows of all pairs of a place and a wild value, evenly spread."""
+    target, folder, good = folder_of(name)
+    pairs = [(place, wild) for place in places(json.loads(good))[1:] for wild in WILD]
+    for place, wild in pairs[:: max(1, len(pairs) // (_MORE * (20 if target.slow else 150)))]:
+        value = json.loads(good)
+        holder = value
+        for key in place[:-1]:
+            holder = holder[key]
+        holder[place[-1]] = wild
+        target.run(folder, spelt(value))
+    target.run(folder, good)
+
+
 @pytest.mark.parametrize("name", TARGETS)
 def test_damaged_bytes_raise_nothing_but_typed_errors(name: str, folder_of: Prepared) -> None:
     target, folder, good = folder_of(name)
@@ -85,6 +100,20 @@ def test_damaged_bytes_raise_nothing_but_typed_errors(name: str, folder_of: Prep
         target.run(folder, data)
 
     run()
+    target.run(folder, good)
+
+
+@pytest.mark.parametrize("name", [wild for wild in WILD if isinstance(wild, str)], ids=lambda name: ascii(name[:16]))
+def test_a_tensor_may_have_any_name(name: str, folder_of: Prepared) -> None:
+    """One more, and in the place of another."""
+    target, folder, good = folder_of("weights")
+    length = int.from_bytes(good[:8], "little")
+    header = json.loads(good[8 : 8 + length])
+    for renamed in ("model.norm.weight", "model.layers.0.mlp.up_proj.weight"):
+        changed = dict(header)
+        changed[name] = changed.pop(renamed)
+        text = json.dumps(changed, ensure_ascii=False).encode(errors="surrogatepass")
+        target.run(folder, len(text).to_bytes(8, "little") + text + good[8 + length :])
     target.run(folder, good)
 
 
