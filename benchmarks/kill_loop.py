@@ -70,11 +70,11 @@ class Case:
 
 
 CASES = [
-    Case("rtn-g64-zp", Shape(96)),
-    Case("gptq-g64", Shape(6)),
-    Case("awq-gptq-g64", Shape(6)),
-    Case("smoothquant-w8a8", Shape(6)),
-    Case("awq-gptq-signround-g64", Shape(6), ("passes=[awq, gptq, {signround: {steps: 8}}]", "weights.bits=3")),
+    Case("rtn-g64-zp", Shape(48)),
+    Case("gptq-g64", Shape(4)),
+    Case("awq-gptq-g64", Shape(4)),
+    Case("smoothquant-w8a8", Shape(4)),
+    Case("awq-gptq-signround-g64", Shape(4), ("passes=[awq, gptq, {signround: {steps: 5}}]", "weights.bits=3")),
 ]
 
 
@@ -86,7 +86,9 @@ def main() -> int:
     arguments = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
     # Processes start from one that has imported everything: the time in which they can be killed is that of their work.
-    context.set_forkserver_preload(["quantkit.pipeline", "quantkit.calibration"])
+    context.set_forkserver_preload(
+        ["quantkit.pipeline", "quantkit.calibration", "transformers.models.llama.modeling_llama"]
+    )
     with tempfile.TemporaryDirectory(prefix="kill-loop-") as name:
         loop = Loop(Path(name), random.Random(arguments.seed), context)
         counts = {case.recipe: Counter({"conversions": 0}) for case in CASES}
@@ -215,7 +217,7 @@ def left_behind(output: Path) -> str:
 def child(case: Case, source: Path, output: Path, ready: Connection) -> None:
     torch.set_num_threads(1)
     plan = make_plan(open_checkpoint(str(source)), load_recipe(case.recipe, list(case.settings)))
-    ids = torch.randint(0, case.shape.vocabulary, (16, 128), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(0, case.shape.vocabulary, (8, 96), generator=torch.Generator().manual_seed(1))
     calibration = Calibration(ids, {"set": "random"}) if plan.recipe.calibrated else None
     ready.send("ready")
     convert(plan, output, calibration=calibration, resume=True)
