@@ -234,9 +234,11 @@ def test_report_rebuilds_the_page_from_what_stands_in_the_artifact(run: Run, art
     found = run("report", path)
     assert (found.code, found.out) == (0, "pass: smoke\n")
     assert "✓ Pass" in (path / "evals" / "quick.html").read_text(encoding="utf-8")
-    values = run("report", path, "--policy", "release", "--output", tmp_path / "new" / "page.html", "--json")
+    policy = tmp_path / "strict.yaml"
+    policy.write_text("name: strict\nlimits: [{metric: fidelity.kl_mean, max: 0.000001}]\n", encoding="utf-8")
+    values = run("report", path, "--policy", policy, "--output", tmp_path / "new" / "page.html", "--json")
     assert values.json == {
-        "path": str(tmp_path / "new" / "page.html"), "verdict": "fail", "policy": "release", "reason": None,
+        "path": str(tmp_path / "new" / "page.html"), "verdict": "fail", "policy": "strict", "reason": None,
     }  # fmt: skip
     assert values.code == 0, "the gate decides; the page only shows"
     assert "✗ Fail" in (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
