@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint schemas clean
+.PHONY: demo test lint schemas fuzz clean
 
 demo: $(INSTALLED)
 	rm -rf build/demo
@@ -21,6 +21,11 @@ lint: $(INSTALLED)
 
 schemas: $(INSTALLED)
 	$(BIN)/python -m quantkit.schemas
+
+# Every reader of files that others wrote, fuzzed for FUZZ_SECONDS (60) each; where atheris has no build, it says so.
+fuzz: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris -c constraints.txt || true
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz
 
 # torch first and by its exact version: a range would let the resolver pick a build with gigabytes of GPU libraries.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -1,8 +1,10 @@
 """The artifact directory: its weight files, the record of its files, and their verification byte by byte."""
 
+import errno
 import hashlib
 import json
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,19 @@ import torch
 
 from quantkit.canonical import sha256_file, sha256_json
 from quantkit.checkpoint import INDEX_FILE, WEIGHTS_FILE
-from quantkit.errors import CheckpointError
+from quantkit.components import component_hashes
+from quantkit.errors import ArtifactError, CheckpointError
 from quantkit.files import sync_directory, write_file
-from quantkit.manifest import MANIFEST_FILE, RUN_FILE, Component, FileRecord, Manifest, component_of, read_manifest
+from quantkit.manifest import (
+    COMPONENTS,
+    MANIFEST_FILE,
+    RUN_FILE,
+    Component,
+    FileRecord,
+    Manifest,
+    component_of,
+    read_manifest,
+)
 from quantkit.tensorfile import (
     FileLayout,
     TensorEntry,
@@ -25,8 +37,11 @@ from quantkit.tensorfile import (
 
 REPORTS = "evals"
 
-# What may stand in an artifact beside the files that the identity covers.
-_OUTSIDE_IDENTITY = {MANIFEST_FILE, RUN_FILE}
+CARD_FILE = "README.md"
+SIGNATURE_FILE = "model.sig"
+
+# What may stand in an artifact beside the files that the identity covers: regular files, never links.
+OUTSIDE_IDENTITY = {MANIFEST_FILE, RUN_FILE, CARD_FILE, SIGNATURE_FILE}
 
 
 def shard(specs: list[TensorSpec], limit: int) -> list[list[TensorSpec]]:
@@ -113,11 +128,23 @@ def tensor_sha256(entry: TensorEntry) -> str | None:
     return digest.hexdigest()
 
 
+@contextmanager
+def disk_errors(
+    output: Path, action: str = "free space, check permissions, or choose another --output"
+) -> Iterator[None]:
+    """Turn the system's write errors into a line that names the place and the next action."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
+        what = "the disk is full" if full else str(error.strerror or error)
+        where = f" ({error.filename})" if error.filename else ""
+        raise ArtifactError(f"{output} cannot be written: {what}{where}", action) from error
+
+
 def record_components(directory: Path) -> dict[Component, list[FileRecord]]:
     """Every file in `directory` with its hash, by component; components without a file are there, empty."""
-    components: dict[Component, list[FileRecord]] = {
-        "weights": [], "config": [], "tokenizer": [], "chat_template": [], "generation": [], "other": [],
-    }  # fmt: skip
+    components: dict[Component, list[FileRecord]] = {name: [] for name in COMPONENTS}
     for path in sorted(directory.rglob("*")):
         if path.is_file():
             name = path.relative_to(directory).as_posix()
@@ -133,17 +160,43 @@ def verify(artifact: Path) -> list[str]:
     Raises ArtifactError where there is no readable manifest to compare with.
     """
     manifest = read_manifest(artifact)
-    problems = []
-    for name, record in sorted(manifest.files.items()):
-        path = artifact / name
-        if not path.is_file() or path.is_symlink():
-            problems.append(f"missing: {name} ({component_of(name)})")
-        elif not _matches(path, record):
-            problems.append(f"changed: {name} ({component_of(name)})")
+    return differences(artifact, manifest, changed_files(artifact, manifest))
+
+
+def differences(artifact: Path, manifest: Manifest, changed: dict[str, str]) -> list[str]:
+    """What `verify` finds, given the files that have changed."""
+    problems = list(changed.values())
+    if not problems:
+        hashes = component_hashes(artifact, manifest.components, manifest.component_sha256)
+        problems += [
+            f"changed: {MANIFEST_FILE} (its hash of the component {name} is not that of the files)"
+            for name, value in hashes.items()
+            if value != manifest.component_sha256[name]
+        ]
     problems += [f"extra: {name}" for name in _extra_files(artifact, manifest)]
     if (artifact / RUN_FILE).is_file():
         problems += _run_problems(artifact / RUN_FILE, manifest)
     return problems
+
+
+def changed_files(artifact: Path, manifest: Manifest) -> dict[str, str]:
+    """What is wrong with each recorded file that is not there as recorded: a sentence by file name."""
+    problems = {}
+    for name, record in sorted(manifest.files.items()):
+        path = artifact / name
+        if not path.is_file() or path.is_symlink():
+            problems[name] = f"missing: {name} ({component_of(name)})"
+        elif not _matches(path, record):
+            problems[name] = f"changed: {name} ({component_of(name)})"
+    return problems
+
+
+def refuse_changed(artifact: Path) -> Manifest:
+    """The manifest of an artifact whose every byte is as recorded. Raises ArtifactError with the first difference."""
+    problems = verify(artifact)
+    if problems:
+        raise ArtifactError(f"{artifact}: {problems[0]}", "run quantkit verify for all of it, and convert again")
+    return read_manifest(artifact)
 
 
 def _matches(path: Path, record: FileRecord) -> bool:
@@ -179,7 +232,7 @@ def _extra_files(artifact: Path, manifest: Manifest) -> list[str]:
         name = path.relative_to(artifact).as_posix()
         if path.is_dir() and not path.is_symlink():
             continue
-        report = name.startswith(f"{REPORTS}/") and path.suffix in {".json", ".html"} and not path.is_symlink()
-        if name not in manifest.files and name not in _OUTSIDE_IDENTITY and not report:
+        outside = name in OUTSIDE_IDENTITY or (name.startswith(f"{REPORTS}/") and path.suffix in {".json", ".html"})
+        if name not in manifest.files and not (outside and path.is_file() and not path.is_symlink()):
             names.append(name)
     return names

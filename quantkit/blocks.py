@@ -19,6 +19,10 @@ from transformers.pytorch_utils import Conv1D
 
 from quantkit.checkpoint import Checkpoint, quiet_transformers
 from quantkit.errors import CheckpointError
+from quantkit.limits import bounded_modules, refuse_absurd_sizes
+
+# Codes of 2 bits, and tied parameters twice.
+_VALUES_A_BYTE = 8
 
 
 @dataclass(frozen=True)
@@ -41,8 +45,11 @@ def build_skeleton(
     Raises CheckpointError where transformers cannot build a causal language model from the config.
     """
     config = copy.deepcopy(checkpoint.config)  # the library writes the dtype into it
+    if real_buffers:
+        held = sum(entry.nbytes for entry in checkpoint.entries.values())
+        refuse_absurd_sizes(build_skeleton(checkpoint, dtype), _VALUES_A_BYTE * held, checkpoint.name)
     try:
-        with quiet_transformers():
+        with quiet_transformers(), bounded_modules(len(checkpoint.entries), checkpoint.name):
             make = lambda: AutoModelForCausalLM.from_config(  # noqa: E731
                 config,
                 dtype=dtype or checkpoint.dtype,
@@ -54,6 +61,8 @@ def build_skeleton(
             else:
                 with torch.device("meta"):
                     model = make()
+    except CheckpointError:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise CheckpointError(

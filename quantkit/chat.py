@@ -1,4 +1,4 @@
-"""Chat messages into text: each conversation rendered with the model's own template, in the sandbox of transformers.
+"""Chat messages into text: rendered with the model's own template, in the sandbox of transformers.
 
 A conversation is a list of `{"role": ..., "content": ...}`, both text; further keys are handed to the template.
 """
@@ -6,10 +6,16 @@ A conversation is a list of `{"role": ..., "content": ...}`, both text; further 
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from quantkit.canonical import sha256_bytes
-from quantkit.errors import CalibrationError, one_line
+from quantkit.errors import CalibrationError, TextError, one_line
+from quantkit.limits import run_bounded
 from quantkit.texts import Chat, Text
+
+# For all rows of a text together: rendering is a matter of milliseconds and of little more than the text itself.
+_SECONDS = 120
+_MEMORY = 1 << 30
 
 # A template may write today's date, and the same source has to give the same bytes on every day: it is given this one.
 _DAY = {
@@ -22,6 +28,8 @@ _FIXED_DAY = (
     # The environment drops the newline after a block, so that the template starts on a line of its own as before.
     + " }}{% endmacro %}\n"
 )
+# Stands for a message where only what surrounds it is asked for.
+_MARK = "THE MESSAGE"
 
 
 def render(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> Text:
@@ -31,14 +39,59 @@ def render(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> Text:
     CalibrationError: the tokenizer has no template; a row is no list of messages, or a message lacks role or content;
     the template refuses a row; nothing is left.
     """
-    template = _template(tokenizer)
-    if "strftime_now" in template:
-        template = _FIXED_DAY + template
-    documents = [_render_row(chat.name, number, row, tokenizer, template) for number, row in enumerate(chat.rows, 1)]
+    documents = _rendered(chat, tokenizer, _dated(_template(tokenizer)))
     kept = [document for document in documents if document.strip()]
     if not kept:
         raise CalibrationError(f"calibration text {chat.name} holds no messages", "check its file and its field")
     return Text(chat.name, chat.language, kept, "", len(documents) - len(kept))
+
+
+def ask(question: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """`question` as a user's message, up to where the model is to answer; None where the tokenizer has no template.
+
+    Raises TextError: there are several templates and no default, or the template refuses the message.
+    """
+    if not tokenizer.chat_template:
+        return None
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}],
+                chat_template=_dated(str(tokenizer.get_chat_template())),
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        )
+    except Exception as error:  # a template is a program of the model's maker
+        raise TextError(
+            f"the chat template refuses a question ({one_line(error)})",
+            "correct the model's chat template, or leave generation out of the suite",
+        ) from None
+
+
+def opening(template: str, special: dict[str, str]) -> str | None:
+    """What the model reads before the first word of a user who gives no system message: with most templates the default
+    system prompt. special: the tokenizer's special tokens by name, as templates know them.
+
+    None where the template writes no such conversation.
+    """
+    if "strftime_now" in template:
+        template = _FIXED_DAY + template
+    for content in (_MARK, [{"type": "text", "text": _MARK}]):
+        conversation = [{"role": "user", "content": content}]
+        before, mark, _ = _written(template, conversation, special).partition(_MARK)
+        if mark:
+            return before.encode(errors="replace").decode()  # a template may write half of a character pair
+    return None
+
+
+def _written(template: str, conversation: list[dict[str, Any]], special: dict[str, str]) -> str:
+    """What a template makes of a conversation; empty where it refuses it."""
+    try:
+        (text,), _ = render_jinja_template([conversation], chat_template=template, **special)
+    except Exception:  # a template is a program of the model's maker
+        return ""
+    return str(text)
 
 
 def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -56,21 +109,52 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
         ) from None
 
 
-def _render_row(name: str, number: int, row: object, tokenizer: PreTrainedTokenizerBase, template: str) -> str:
-    """The text of one row; empty where it has no messages."""
+def _dated(template: str) -> str:
+    """The template with today's date fixed, where it writes one."""
+    return _FIXED_DAY + template if "strftime_now" in template else template
+
+
+def _rendered(chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str) -> list[str]:
+    """The text of each row; empty where it has no messages.
+
+    A template is a program of the model's maker. The sandbox keeps it from files and attributes, but not from loops
+    without end or texts without bound: it runs in a child process with a limit on both.
+    """
+    rows = []
+    for number, row in enumerate(chat.rows, 1):
+        try:
+            rows.append(_messages(row))
+        except ValueError as error:
+            raise CalibrationError(f"calibration text {chat.name}, row {number}: {error}", "correct that row") from None
+
+    def render_all() -> list[list[str]]:
+        """["text", what a row became] each, or up to the first that fails, and then ["problem", what is wrong]."""
+        found: list[list[str]] = []
+        for messages in rows:
+            made = ""
+            try:
+                if messages:
+                    made = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+            except MemoryError:
+                return [*found, ["problem", f"more than {_MEMORY >> 20} MiB"]]
+            except Exception as error:
+                return [*found, ["problem", one_line(error)]]
+            found.append(["text", made])
+        return found
+
     try:
-        messages = _messages(row)
-    except ValueError as error:
-        raise CalibrationError(f"calibration text {name}, row {number}: {error}", "correct that row") from None
-    if not messages:
-        return ""
-    try:
-        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
-    except Exception as error:  # a template is a program of the model's maker
+        answers = run_bounded(render_all, _SECONDS, _MEMORY)
+    except (TimeoutError, MemoryError) as error:
+        reason = f"takes more than {_SECONDS} s" if isinstance(error, TimeoutError) else f"takes {error} of memory"
         raise CalibrationError(
-            f"calibration text {name}, row {number}: the chat template refuses it ({one_line(error)})",
-            "leave out that row, or change its roles to those that the model knows",
+            f"calibration text {chat.name}: the chat template {reason}", "use another template, or plain text"
         ) from None
+    if answers and answers[-1][0] == "problem":
+        raise CalibrationError(
+            f"calibration text {chat.name}, row {len(answers)}: the chat template refuses it ({answers[-1][1]})",
+            "leave out that row, or change its roles to those that the model knows",
+        )
+    return [text for _, text in answers]
 
 
 def _messages(row: object) -> list[dict[str, Any]]:

@@ -22,6 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from quantkit.canonical import sha256_file
 from quantkit.errors import CheckpointError
+from quantkit.ggufheader import check_gguf
+from quantkit.limits import bounded_modules, refuse_absurd_counts, refuse_absurd_sizes
 from quantkit.schema import read_json
 from quantkit.tensorfile import TensorEntry, read_header
 
@@ -102,8 +104,10 @@ def load_config(directory: Path, trust_remote_code: bool) -> PretrainedConfig:
     path = directory / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{path} does not exist", "give a Hugging Face model directory, a hub id or a GGUF file")
-    if not isinstance(read_json(path, CheckpointError, "repair config.json"), dict):
+    values = read_json(path, CheckpointError, "repair config.json")
+    if not isinstance(values, dict):
         raise CheckpointError(f"{path} does not hold a JSON object", "repair config.json")
+    refuse_absurd_counts(values, path)
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
     except Exception as error:
@@ -172,6 +176,8 @@ def _download(name: str, revision: str | None) -> tuple[Path, str]:
 
 def _read_entries(directory: Path) -> dict[str, TensorEntry]:
     single, index = directory / WEIGHTS_FILE, directory / INDEX_FILE
+    for path in (directory / "config.json", single, index):
+        _refuse_foreign(path, directory)
     if single.is_file() and index.is_file():
         raise CheckpointError(f"{directory} holds both {WEIGHTS_FILE} and {INDEX_FILE}", "remove the one that is stale")
     if single.is_file():
@@ -209,6 +215,7 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, TensorEntry]:
         path = directory / shard
         if not os.path.isfile(path):  # unlike Path.is_file, takes any name
             raise CheckpointError(f"{path} is named in {INDEX_FILE} and is missing", "download or copy the shard")
+        _refuse_foreign(path, directory)
         for name, entry in read_header(path).items():
             if name in entries:
                 raise CheckpointError(
@@ -242,6 +249,8 @@ def _side_files(directory: Path, weight_files: set[str]) -> tuple[list[str], dic
                 skipped[name + "/"] = "a folder"
         elif path.suffix in _OTHER_WEIGHTS or path.suffix == ".safetensors" or name.endswith(".index.json"):
             skipped[name] = "weights that the checkpoint's index does not name"
+        elif name == "model.sig":
+            skipped[name] = "a signature of the checkpoint, which is none of the artifact"
         elif not path.is_file():
             raise CheckpointError(f"{path} is a broken link, or no regular file", "restore it, or remove it")
         elif not name.isprintable():
@@ -257,6 +266,11 @@ def _belongs(path: Path, directory: Path) -> bool:
     """Whether a file lies in the directory, or is a link of the hub's cache (snapshots/REVISION/name to blobs/HASH)."""
     real, home = path.resolve(), directory.resolve()
     return real.is_relative_to(home) or real.is_relative_to(home.parent.parent / "blobs")
+
+
+def _refuse_foreign(path: Path, directory: Path) -> None:
+    if path.is_symlink() and not _belongs(path, directory):
+        raise CheckpointError(f"{path} is a link that leads out of the checkpoint", "copy the file to its place")
 
 
 def _decode_gguf(path: Path) -> Path:
@@ -281,11 +295,17 @@ def _decode_gguf(path: Path) -> Path:
 
 def load_gguf(path: Path) -> tuple[PretrainedConfig, dict[str, torch.Tensor], PreTrainedTokenizerBase]:
     """Config, float32 state dict (tied tensors once) and tokenizer of a GGUF file, through transformers."""
+    tensors, numel = check_gguf(path)
     try:
         # The decoder of transformers draws its bar straight to stderr.
-        with quiet_transformers(), redirect_stderr(io.StringIO()):
+        with quiet_transformers(), redirect_stderr(io.StringIO()), bounded_modules(2 * tensors, str(path)):
+            with torch.device("meta"):
+                skeleton = AutoModelForCausalLM.from_config(_gguf_config(path))
+            refuse_absurd_sizes(skeleton, 2 * numel, str(path))  # tied ones count twice
             model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{path} is not a GGUF file that transformers can read ({_first_line(error)})",
@@ -300,6 +320,13 @@ def load_gguf(path: Path) -> tuple[PretrainedConfig, dict[str, torch.Tensor], Pr
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config, state, tokenizer
+
+
+def _gguf_config(path: Path) -> PretrainedConfig:
+    config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def save_decoded(

@@ -1,12 +1,15 @@
 """The command line. Progress and messages go to stderr, the result to stdout: a table, or one JSON object with --json.
 
-Exit codes: 0 done; 1 the check said no (verify, gate); 2 bad input or usage; 3 interrupted.
+Exit codes: 0 done; 1 the check said no (verify, diff, gate, promote, rollback, ledger verify); 2 bad input or usage; 3
+interrupted.
 """
 
+import getpass
 import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -16,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from quantkit.errors import InterruptedRunError, QuantkitError, UsageError
+from quantkit.errors import InterruptedRunError, QuantkitError, UsageError, printable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -24,10 +27,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Quantise a language model, measure the exact file, and decide whether it may be released.",
 )
+ledger_app = typer.Typer()
+app.add_typer(ledger_app, name="ledger")
+_LEDGER = Path("manifests")
 _messages = Console(stderr=True, highlight=False)
 _TYPER_INTERRUPTED = 130
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+LedgerFolder = Annotated[Path, typer.Option("--ledger", help="Folder of the ledger.")]
+By = Annotated[str | None, typer.Option(help="Who releases; default the user's name.")]
+At = Annotated[str | None, typer.Option(help="When, as 2026-01-31T09:00:00Z; default now.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Run the Python files that the model brings.")]
 
 
@@ -100,20 +109,22 @@ def evaluate_command(
     suite: Annotated[str, typer.Option(help="Name of a shipped suite, or a path.")] = "quick",
     reference: Annotated[str | None, typer.Option(help="Model to compare with; default the artifact's source.")] = None,
     limit: Annotated[
-        int | None, typer.Option(help="At most N windows a text and documents a task, for a look; no gate takes it.")
+        int | None,
+        typer.Option(help="At most N windows a text, documents a task and prompts, for a look; no gate takes it."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Report file; default ARTIFACT/evals/SUITE.json.")] = None,
     html: Annotated[bool, typer.Option("--html/--no-html", help="Also write the report as a page beside it.")] = True,
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
-    """Measure the exact packed file: perplexity, fidelity to the original, and tasks."""
-    from quantkit.artifact import REPORTS
+    """Measure the exact packed file: perplexity, fidelity to the original, tasks, and answers alone and in a batch."""
+    from quantkit.artifact import CARD_FILE, REPORTS
     from quantkit.evaluate.loader import is_artifact
     from quantkit.evaluate.run import evaluate
     from quantkit.evaluate.suite import load_suite
     from quantkit.pages import write_report_page
     from quantkit.report import write_report
+    from quantkit.scorecard import update_card
     from quantkit.tables import report_table
 
     if html and output is not None and output.suffix == ".html":
@@ -138,6 +149,8 @@ def evaluate_command(
     for note in report.notes:
         _say(note)
     _say(f"wrote {path}" if page is None else f"wrote {path} and {page}")
+    if limit is None and is_artifact(model) and path.resolve().parent == inside.resolve().parent:
+        _say(update_card(Path(model)) or f"wrote its figures into {Path(model) / CARD_FILE}")
     if as_json:
         _print_json(report.model_dump(mode="json") | {"path": str(path)})
     else:
@@ -145,19 +158,86 @@ def evaluate_command(
 
 
 @app.command()
-def verify(artifact: Annotated[Path, typer.Argument(help="Artifact directory.")], as_json: Json = False) -> None:
-    """Check every byte of an artifact against its manifest."""
-    from quantkit.artifact import verify as run
-    from quantkit.manifest import read_manifest
+def verify(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    public_key: Annotated[Path | None, typer.Option(help="Also check the signature, with this EC public key.")] = None,
+    signature: Annotated[Path | None, typer.Option(help="Its signature; default ARTIFACT/model.sig.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check every byte of an artifact against its manifest, the reports in it, and who signed it, by component."""
+    from quantkit.signing import signature_problems
+    from quantkit.tables import verification_table
+    from quantkit.verification import verify_components
 
-    problems = run(artifact)
-    identity = read_manifest(artifact).identity
+    if signature is not None and public_key is None:
+        raise UsageError("--signature says nothing without a key", "pass --public-key too")
+    found = verify_components(artifact)
+    unsigned = None if public_key is None else signature_problems(artifact, public_key, signature)
+    problems = found.problems + (unsigned or [])
     if as_json:
-        _print_json({"identity": identity, "verified": not problems, "problems": problems})
+        signed = None if unsigned is None else not unsigned
+        _print_json(found.values() | {"verified": not problems, "problems": problems, "signed": signed})
     else:
-        for problem in problems or [f"every byte is as recorded; identity {identity}"]:
-            print(problem)
+        Console().print(verification_table(found))
+        good = "every byte is as recorded" if unsigned is None else "every byte is as recorded and signed"
+        for problem in problems or [f"{good}; identity {found.identity}"]:
+            print(printable(problem))
     raise typer.Exit(1 if problems else 0)
+
+
+@app.command("diff")
+def diff_command(
+    a: Annotated[Path, typer.Argument(help="Artifact directory, or a manifest.")],
+    b: Annotated[Path, typer.Argument(help="Artifact directory, or a manifest.")],
+    as_json: Json = False,
+) -> None:
+    """Say which components differ between two artifacts: exit code 0 none, 1 some."""
+    from quantkit.diff import diff, named_manifest
+    from quantkit.tables import difference_table
+
+    found = diff(named_manifest(a), named_manifest(b))
+    if as_json:
+        _print_json(found.values())
+    else:
+        Console().print(difference_table(found))
+    raise typer.Exit(0 if found.same else 1)
+
+
+@app.command()
+def sign(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    key: Annotated[Path, typer.Option(help="EC private key in PEM, unencrypted.")],
+    as_json: Json = False,
+) -> None:
+    """Sign an artifact with a local key, by the OpenSSF model-signing format; writes ARTIFACT/model.sig."""
+    from quantkit.manifest import read_manifest
+    from quantkit.signing import sign as run
+
+    path = run(artifact, key)
+    found = {"path": str(path), "identity": read_manifest(artifact).identity}
+    if as_json:
+        _print_json(found)
+    else:
+        print(printable(f"signed {found['identity']}: {path}"))
+
+
+@app.command()
+def attest(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    format_: Annotated[str, typer.Option("--format", help="slsa (in-toto provenance) or cyclonedx (ML-BOM).")],
+    builder_id: Annotated[str | None, typer.Option(help="URI of the platform that converted, for slsa.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write; default stdout.")] = None,
+) -> None:
+    """Print what an artifact is and was made from, as a standard JSON statement."""
+    from quantkit.attest import attest as run
+    from quantkit.attest import write_statement
+
+    statement = run(artifact, format_, builder_id)
+    if output is None:
+        _print_json(statement)
+    else:
+        write_statement(statement, output)
+        _say(f"wrote {output}")
 
 
 @app.command()
@@ -198,6 +278,100 @@ def gate(
     else:
         Console().print(verdict_table(verdict))
     raise typer.Exit(0 if verdict.passed else 1)
+
+
+@app.command()
+def promote(
+    artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
+    channel: Annotated[str, typer.Option(help="Channel to put it on, such as canary or production.")],
+    policy: Annotated[str, typer.Option(help="Policy that it has to pass, by name or path.")] = "release",
+    report: Annotated[Path | None, typer.Option(help="Report to judge; default that of the policy's suite.")] = None,
+    ledger: LedgerFolder = _LEDGER,
+    by: By = None,
+    at: At = None,
+    as_json: Json = False,
+) -> None:
+    """Verify and gate an artifact, and release it on a channel if it passes: exit code 1 if it does not."""
+    from quantkit.gates import load_policy
+    from quantkit.release import promote as run
+    from quantkit.tables import verdict_table
+
+    done = run(artifact, channel, load_policy(policy), ledger, _stamp(by, at), report=report)
+    entry = None if done.entry is None else done.entry.model_dump(mode="json")
+    if as_json:
+        _print_json({"verdict": done.verdict.values(), "entry": entry})
+    else:
+        Console().print(verdict_table(done.verdict))
+        print(_told(done.entry) if done.entry else f"not promoted: {channel} holds what it held")
+    raise typer.Exit(0 if done.entry else 1)
+
+
+@app.command()
+def rollback(
+    channel: Annotated[str, typer.Option(help="Channel to put back.")],
+    artifact: Annotated[Path | None, typer.Option(help="Where the earlier artifact lies, if it was moved.")] = None,
+    ledger: LedgerFolder = _LEDGER,
+    by: By = None,
+    at: At = None,
+    as_json: Json = False,
+) -> None:
+    """Put back the complete artifact that a channel held before: exit code 1 if its bytes are gone or changed."""
+    from quantkit.release import rollback as run
+
+    entry = run(channel, ledger, _stamp(by, at), artifact=artifact)
+    if as_json:
+        _print_json({"entry": entry.model_dump(mode="json")})
+    else:
+        print(_told(entry))
+
+
+@ledger_app.callback(invoke_without_command=True)
+def ledger_command(context: typer.Context, ledger: LedgerFolder = _LEDGER, as_json: Json = False) -> None:
+    """Show what is released on which channel, and every entry."""
+    from quantkit.ledger import read_ledger
+    from quantkit.release import state
+    from quantkit.tables import channel_table, ledger_table
+
+    context.obj = ledger
+    if context.invoked_subcommand is not None:
+        return
+    found = read_ledger(ledger)
+    if as_json:
+        entries = [entry.model_dump(mode="json") for entry in found.entries]
+        _print_json({"path": str(ledger), "channels": state(found), "entries": entries})
+    elif found.entries:
+        Console().print(channel_table(state(found)))
+        Console().print(ledger_table(found))
+    else:
+        print(f"{ledger} holds no releases")
+
+
+@ledger_app.command("verify")
+def verify_ledger(
+    context: typer.Context,
+    ledger: Annotated[Path | None, typer.Option(help="Folder of the ledger; default manifests.")] = None,
+    head: Annotated[str | None, typer.Option(help="Hash of an entry, kept elsewhere, that must be there.")] = None,
+    artifacts: Annotated[bool, typer.Option("--artifacts", help="Also verify what channels hold and held.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Check every line, the head and every record of the ledger: exit code 1 if anything was changed."""
+    from quantkit.ledger import Ledger, check_ledger
+    from quantkit.release import unrestorable
+
+    folder = ledger or Path(context.obj)  # which may stand before `verify` as well as behind it
+    found = check_ledger(folder, head)
+    if artifacts and not found.problems:
+        found.problems.extend(unrestorable(Ledger(folder, found.entries)))
+    last = found.entries[-1].sha256 if found.entries else None
+    if as_json:
+        values = {"entries": len(found.entries), "head": last, "problems": found.problems, "notes": found.notes}
+        _print_json(values | {"verified": not found.problems})
+    else:
+        for line in found.problems or [f"entries: {len(found.entries)}, each as written; head {last}"]:
+            print(line)
+        for note in found.notes:
+            _say(note)
+    raise typer.Exit(1 if found.problems else 0)
 
 
 @app.command("report")
@@ -330,12 +504,12 @@ def _raise_interrupt(number: int, frame: Any) -> None:  # noqa: ARG001
 
 
 def _fail(line: str, code: int) -> None:
-    print("quantkit: " + " ".join(line.split()), file=sys.stderr)
+    print("quantkit: " + printable(" ".join(line.split())), file=sys.stderr)
     sys.exit(code)
 
 
 def _say(text: str) -> None:
-    _messages.print(text, markup=False, soft_wrap=True)
+    _messages.print(printable(text), markup=False, soft_wrap=True)
 
 
 def _print_json(value: Any) -> None:
@@ -385,6 +559,35 @@ def _windows_bar() -> Iterator[Any]:
                 stack.enter_context(bar)
 
         yield step
+
+
+def _stamp(by: str | None, at: str | None) -> Any:
+    """Who and when, for the ledger: asked of the machine only where it was not given."""
+    from quantkit.entries import TIME_FORMAT, Stamp
+    from quantkit.schema import validate
+
+    given = {
+        "by": by if by is not None else _user(),
+        "at": at if at is not None else time.strftime(TIME_FORMAT, time.gmtime()),
+    }
+    return validate(Stamp, given, "--by and --at", UsageError, "write for example --by ana --at 2026-01-31T09:00:00Z")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):  # an account without a name, as in some containers
+        raise UsageError("this account has no name", "say with --by who releases") from None
+
+
+def _told(entry: Any) -> str:
+    """A new entry on one line, with the head to keep elsewhere."""
+    what = "promoted to" if entry.action == "promote" else "restored on"
+    before = entry.previous_identity[:12] if entry.previous_identity else "nothing"
+    return (
+        f"{entry.release.identity[:12]} {what} {entry.channel} in the place of {before}; "
+        f"entry {entry.sequence}, head {entry.sha256}"
+    )
 
 
 def _parse_size(text: str) -> int:

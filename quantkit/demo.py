@@ -33,6 +33,7 @@ from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
 from quantkit.report import Report, write_report
 from quantkit.schema import Strict, read_yaml, validate
+from quantkit.scorecard import update_card
 from quantkit.tables import flat_metrics
 
 # Raised when the way in which the base is built changes, so that an old one in the cache is not taken for a new one.
@@ -159,6 +160,7 @@ def run_demo(demo: DemoModel, base: Path, output: Path, say: Callable[[str], Non
     path = output / REPORTS / f"{demo.suite}.json"
     write_report(report, path)
     write_report_page(report, str(output), path)
+    update_card(output)
     return DemoResult(base, converted, report, path, gate(output, load_policy(demo.policy)))
 
 

@@ -16,6 +16,11 @@ def first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+def printable(text: str) -> str:
+    """`text` with control characters, half character pairs and the like written as escapes: safe on a terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
 class QuantkitError(Exception):
     """Base of every error that a user can cause. `problem` names the file, layer or key; `action` is the next step."""
 
@@ -65,6 +70,16 @@ class ArtifactError(QuantkitError):
 
 class ReportError(QuantkitError):
     """An evaluation report is missing, or belongs to other bytes or another protocol."""
+
+
+class LedgerError(QuantkitError):
+    """The ledger is damaged, cannot be written, or holds nothing to do what was asked."""
+
+
+class RestoreError(QuantkitError):
+    """The artifact that a rollback would restore is gone or changed: the check said no."""
+
+    exit_code = 1
 
 
 class InterruptedRunError(QuantkitError):

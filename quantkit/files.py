@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 
@@ -16,13 +17,23 @@ def write_file(path: Path, data: bytes) -> None:
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file under a sibling name and rename it: readers see the old bytes or the new ones, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    replace_files({path: data})
+
+
+def replace_files(files: Mapping[Path, bytes]) -> None:
+    """Replace several files, in order. All are on the disk before the first takes its name, so that where there is no
+    room for one none is replaced; and each has its name on the disk before the next.
+    """
+    partials = {path.with_name(f".{path.name}.{os.getpid()}.partial"): path for path in files}
     try:
-        write_file(partial, data)
-        partial.replace(path)
+        for partial, path in partials.items():
+            write_file(partial, files[path])
+        for partial, path in partials.items():
+            partial.replace(path)
+            sync_directory(path.parent)
     finally:
-        partial.unlink(missing_ok=True)
-    sync_directory(path.parent)
+        for partial in partials:
+            partial.unlink(missing_ok=True)
 
 
 def copy_file(source: Path, target: Path) -> None:

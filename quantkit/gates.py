@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from quantkit.artifact import REPORTS, verify
-from quantkit.canonical import sha256_json
+from quantkit.canonical import canonical_json, sha256_bytes
 from quantkit.errors import ReportError
+from quantkit.evaluate.asked import refuse_other_protocol
 from quantkit.evaluate.suite import Suite, load_suite
 from quantkit.files import replace_file
 from quantkit.manifest import Manifest, read_manifest
@@ -44,11 +45,16 @@ class Limit(Strict):
 
 
 class Requirements(Strict):
-    """What must hold beside the limits. corpora_at_least: how many texts the perplexity was measured on."""
+    """What must hold beside the limits.
+
+    corpora_at_least: how many texts the perplexity was measured on. protocol: the report's protocol hash, where a
+    policy is for one base and pins even the tokens that were scored.
+    """
 
     verified: Literal[True] = True
     identity_matches_report: Literal[True] = True
     corpora_at_least: Annotated[int, Field(ge=1)] = 1
+    protocol: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
 
 
 class Policy(Strict):
@@ -62,7 +68,13 @@ class Policy(Strict):
 
     @property
     def sha256(self) -> str:
-        return sha256_json(self.model_dump(mode="json"))
+        return sha256_bytes(self.data)
+
+    @property
+    def data(self) -> bytes:
+        """Its canonical JSON, of which the hash is. Without `protocol` it is the one from before policies had it."""
+        unset = {"require": {"protocol"}} if self.require.protocol is None else None
+        return canonical_json(self.model_dump(mode="json", exclude=unset))
 
 
 @dataclass(frozen=True)
@@ -78,11 +90,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The gate's answer for one artifact, one report and one policy."""
+    """The gate's answer for one artifact, one report (by the hash of its file) and one policy."""
 
     identity: str
     policy: Policy
     rows: list[Row]
+    report_sha256: str = ""
 
     @property
     def passed(self) -> bool:
@@ -94,6 +107,7 @@ class Verdict:
             "identity": self.identity,
             "policy": self.policy.name,
             "policy_sha256": self.policy.sha256,
+            "report_sha256": self.report_sha256,
             "verdict": "pass" if self.passed else "fail",
             "checks": [vars(row) for row in self.rows],
         }
@@ -109,21 +123,28 @@ def gate(artifact: Path, policy: Policy, report_path: Path | None = None) -> Ver
     """Judge an artifact.
 
     Raises ArtifactError (no manifest), SchemaError (the policy's suite does not exist) and ReportError: no report, a
-    report of other bytes, of another suite, against another reference than the source, of a truncated run, or without a
-    metric that the policy bounds. None of these can be judged, so none is a pass or a fail.
+    report of other bytes, of another suite or protocol, against another reference than the source, of a truncated run,
+    changed after it was written, or without a metric that the policy bounds. None of these can be judged, so none is a
+    pass or a fail.
     """
     manifest = read_manifest(artifact)
     suite = load_suite(policy.suite)
-    path = report_path or artifact / REPORTS / f"{suite.name}.json"
+    path = report_path or default_report(artifact, policy)
     report = read_report(path)
     _refuse_foreign(report, manifest, suite, path)
+    refuse_other_protocol(report, suite, path, policy.require.protocol)
     problems = verify(artifact)
     rows = [
         Row("artifact verified", "every byte", problems[0] if problems else "every byte", "", _outcome(not problems))
     ]
     rows.append(_corpora_row(report, policy.require.corpora_at_least))
     rows += [_judge(limit, report, manifest, path) for limit in policy.limits]
-    return Verdict(manifest.identity, policy, rows)
+    return Verdict(manifest.identity, policy, rows, sha256_bytes(report.data))
+
+
+def default_report(artifact: Path, policy: Policy) -> Path:
+    """Where the report stands that a policy judges. Raises SchemaError where its suite does not exist."""
+    return artifact / REPORTS / f"{load_suite(policy.suite).name}.json"
 
 
 def write_junit(verdict: Verdict, path: Path) -> None:

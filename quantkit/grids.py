@@ -24,8 +24,8 @@ _FIDELITY = {
 }
 # Kinds of groups in a breakdown, and what they are called.
 _KINDS = {"corpus": "by text", "language": "by language", "class": "by predicted token", "position": "by tokens before"}
-# Keys of a task's entry that are counts or parts, not metrics.
-_BY_LANGUAGE = "by_language"
+# What the parts of a task's entry begin with: `by_language` and, where the task names others, `by_<field>`.
+_PARTS = "by_"
 
 
 @dataclass(frozen=True)
@@ -146,13 +146,14 @@ def histogram(report: Report) -> tuple[list[float], list[int]] | None:
     edges, counts = found.get("edges"), found.get("counts")
     if not isinstance(edges, list) or not isinstance(counts, list) or len(counts) != len(edges) + 1 or len(edges) < 2:
         return None
-    if not all(as_metric(value) is not None and value >= 0 for value in [*edges, *counts]) or not sum(counts):
+    numbers = [*edges, *counts]
+    if any(isinstance(value, dict) or as_metric(value) is None or value < 0 for value in numbers) or not sum(counts):
         return None
     return (edges, counts) if edges[0] > 0 and all(a < b for a, b in pairwise(edges)) else None
 
 
 def task_grid(report: Report) -> Grid:
-    """Every task, metric and language, with the flips: items lost and gained against the reference."""
+    """Every task, metric and part, with the flips: items lost and gained against the reference."""
     rows = [row for task, found in members(report.metrics.get("tasks")).items() for row in _task_rows(task, found)]
     heads = ["task", "metric", "items", "artifact", "95% interval", "base", "drop", "95% interval", "lost", "gained"]
     return Grid(heads, rows, left={0, 1}, quiet={2, 4, 7})
@@ -252,18 +253,22 @@ def fidelity_comparison_grid(comparison: Comparison) -> Grid:
     return _without_empty(Grid(["artifact", *heads], rows, quiet={2, 4, 6, 8}))
 
 
-def _task_rows(task: str, found: Any, language: str = "") -> Iterator[list[str]]:
-    """The rows of one task, then those of each of its languages."""
-    name, entries = f"{task}, {language}" if language else task, members(found)
+def _task_rows(task: str, found: Any, part: str = "") -> Iterator[list[str]]:
+    """The rows of one task, then those of each of its parts: languages by their name, others as `length 256`."""
+    name, entries = f"{task}, {part}" if part else task, members(found)
     for metric, numbers in entries.items():
-        if metric == _BY_LANGUAGE or not isinstance(numbers, dict) or "value" not in numbers:
+        if not isinstance(numbers, dict) or "value" not in numbers:
             continue
         value, reference, drop = (as_metric(numbers.get(key)) for key in ("value", "reference", "drop"))
         levels = [fixed(value, 4), span(value, 4), fixed(reference, 4)]
         changes = [fixed(drop, 4), span(drop, 4), count(numbers.get("lost")), count(numbers.get("gained"))]
         yield [name, metric, count(entries.get("n")), *levels, *changes]
-    for part, inner in members(entries.get(_BY_LANGUAGE)).items():
-        yield from _task_rows(task, inner, part)
+    for key, parts in entries.items():
+        if not key.startswith(_PARTS) or "value" in members(parts):
+            continue
+        field = "" if key == f"{_PARTS}language" else f"{key.removeprefix(_PARTS)} "
+        for words, inner in sorted(members(parts).items(), key=_leading_number):
+            yield from _task_rows(task, inner, f"{field}{words}")
 
 
 def _group_cells(group: dict[str, Any], total: float) -> list[str]:

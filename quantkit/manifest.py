@@ -1,7 +1,7 @@
 """manifest.json: what an artifact is, in canonical JSON without time, host or path. Its SHA-256 is the identity."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,9 +13,13 @@ from quantkit.types import Granularity, QuantScheme
 
 MANIFEST_FILE = "manifest.json"
 RUN_FILE = "run.json"
-SCHEMA_VERSION: Literal[1] = 1
+SCHEMA_VERSION: Literal[2] = 2
 
-Component = Literal["weights", "config", "tokenizer", "chat_template", "generation", "other"]
+# What determines the answers; a release may change each by itself. Some have no file of their own: see components.py.
+Component = Literal[
+    "weights", "scheme", "config", "tokenizer", "chat_template", "system_prompt", "generation", "other"
+]  # fmt: skip
+COMPONENTS: tuple[Component, ...] = get_args(Component)
 
 
 class FileRecord(Strict):
@@ -157,11 +161,17 @@ class Totals(Strict):
     bits_per_weight_nominal: float | None
     bits_per_parameter: float
 
+    @model_validator(mode="after")
+    def _bits_of_quantised_layers_come_together(self) -> "Totals":
+        if (self.bits_per_weight is None) != (self.bits_per_weight_nominal is None):
+            raise ValueError("bits_per_weight and bits_per_weight_nominal are both there, or neither")
+        return self
+
 
 class Manifest(Strict):
-    """The whole document."""
+    """The whole document. components: files by component; component_sha256: the hash of each, or null for nothing."""
 
-    schema_version: Literal[1]
+    schema_version: Literal[2]
     versions: dict[str, str]
     format: str
     recipe: dict[str, Any]
@@ -176,6 +186,7 @@ class Manifest(Strict):
     notes: list[str]
     readers: dict[str, str]
     components: dict[Component, list[FileRecord]]
+    component_sha256: dict[Component, str | None]
     totals: Totals
 
     @field_validator("format")
@@ -183,6 +194,21 @@ class Manifest(Strict):
     def _format_is_known(cls, value: str) -> str:
         if value not in FORMATS:
             raise ValueError(f"unknown format {value!r}")
+        return value
+
+    @field_validator("components", "component_sha256")
+    @classmethod
+    def _every_component_is_there(cls, value: dict[Component, Any]) -> dict[Component, Any]:
+        missing = [name for name in COMPONENTS if name not in value]
+        if missing:
+            raise ValueError(f"no {missing[0]}")
+        return value
+
+    @field_validator("recipe")
+    @classmethod
+    def _recipe_has_a_name(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(value.get("name"), str):
+            raise ValueError("it has no name")
         return value
 
     @property
@@ -219,10 +245,24 @@ def read_manifest(artifact: Path) -> Manifest:
     """The manifest of an artifact directory. Raises ArtifactError: none there, unreadable, or not canonical."""
     if not artifact.is_dir():
         raise ArtifactError(f"{artifact} is not a directory", "give the output directory of quantkit convert")
-    path = artifact / MANIFEST_FILE
+    return read_manifest_file(artifact / MANIFEST_FILE)
+
+
+def read_manifest_file(path: Path) -> Manifest:
+    """A manifest by its own path. Raises ArtifactError: none there, another version, unreadable, or not canonical."""
     value = read_json(path, ArtifactError, "give a directory that quantkit convert wrote")
+    found = value.get("schema_version") if isinstance(value, dict) else None
+    if isinstance(found, int) and found != SCHEMA_VERSION:
+        raise ArtifactError(
+            f"{path} is of schema_version {found}, this quantkit reads {SCHEMA_VERSION}",
+            "convert the source again with this quantkit (same recipe, same weights), or use the one that wrote it",
+        )
     manifest = validate(Manifest, value, str(path), ArtifactError, "convert again with this version of quantkit")
-    if path.read_bytes() != manifest.data:
+    try:
+        canonical = path.read_bytes() == manifest.data
+    except ValueError:  # NaN, or half a character pair: canonical JSON holds neither
+        canonical = False
+    if not canonical:
         raise ArtifactError(f"{path} is not in canonical form", "restore the file that quantkit convert wrote")
     return manifest
 
@@ -237,5 +277,7 @@ def component_of(name: str) -> Component:
         return "chat_template"
     if name == "generation_config.json":
         return "generation"
+    if name.lower().startswith("system_prompt"):
+        return "system_prompt"
     tokenizer = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "spiece", "sentencepiece")
     return "tokenizer" if name.startswith(tokenizer) else "other"

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from quantkit import grids
+from quantkit import answers, grids
 from quantkit.compare import Comparison, Entry, artifact_bits, own_report, report_path, source_bits
 from quantkit.errors import QuantkitError, ReportError
 from quantkit.figures import Point, heat_map_picture, histogram_picture, quality_picture
@@ -20,10 +20,12 @@ from quantkit.files import replace_file
 from quantkit.gates import Verdict, gate, load_policy
 from quantkit.manifest import Manifest, read_manifest
 from quantkit.report import Report, as_metric
+from quantkit.seals import seal_page
 
 DEFAULT_POLICY = "smoke"
-# Layers shown at once; the others are one click away.
+# Layers and answers shown at once; the others are one click away.
 _WORST_LAYERS = 12
+_SHOWN_ANSWERS = 4
 
 # A verdict, or the reason why there is none.
 Judgement = Verdict | str
@@ -66,6 +68,8 @@ def report_page(report: Report, manifest: Manifest | None, judgement: Judgement)
         reason=judgement if isinstance(judgement, str) else None,
         key_figures=_key_figures(report, manifest),
         pictures=_quality_pictures(report, manifest),
+        transcripts=answers.transcripts(report),
+        shown_answers=_SHOWN_ANSWERS,
         histogram=_histogram_picture(report),
         above=_shares_above(report),
         heat_map=_heat_map_picture(manifest),
@@ -112,11 +116,11 @@ def comparison_page(comparison: Comparison) -> str:
 
 
 def write_page(page: str, path: Path) -> None:
-    """Write a page as a whole. Raises ReportError where it cannot be written."""
+    """Write a page as a whole, with its hash as the last line. Raises ReportError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A report can hold half of a character pair, which no encoding can; it becomes a question mark.
-        replace_file(path, page.encode(errors="replace"))
+        replace_file(path, seal_page(page.encode(errors="replace")))
     except OSError as error:
         raise ReportError(f"{path} cannot be written: {error.strerror}", "choose another --output") from None
 
@@ -129,7 +133,7 @@ def _render(name: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(name).render(grids=grids, **values)
+    return environment.get_template(name).render(grids=grids, answers=answers, **values)
 
 
 def _json(value: Any) -> str:

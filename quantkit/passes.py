@@ -46,7 +46,7 @@ class GptqOptions(Strict):
     block_size: Annotated[int, Field(ge=1)] = 128
     act_order: Literal["none", "static"] = "static"
     scales: Literal["minmax", "searched"] = "searched"
-    sweeps: Annotated[int, Field(ge=0)] = 2
+    sweeps: Annotated[int, Field(ge=0)] = 1
 
 
 class SignroundOptions(Strict):

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 
 from quantkit.algorithms.rtn import rtn_quantize
-from quantkit.artifact import WeightsWriter, record_components, seal_run, weight_layouts
+from quantkit.artifact import CARD_FILE, WeightsWriter, record_components, seal_run, weight_layouts
 from quantkit.blockwise import quantise_blocks
 from quantkit.calibration import Calibration
 from quantkit.canonical import sha256_bytes, sha256_file
+from quantkit.card import model_card, place_of
 from quantkit.checkpoint import INDEX_FILE, Checkpoint, config_values
+from quantkit.components import component_hashes
 from quantkit.errors import ArtifactError, CalibrationError, CheckpointError, NumericsError
 from quantkit.files import copy_file, write_file
 from quantkit.journal import Journal, Step, first_difference
@@ -95,9 +97,10 @@ def convert(
             sink.saver.close()
         _write_config(plan, work.directory)
         for name in plan.checkpoint.side_files:
-            copy_file(plan.checkpoint.directory / name, work.directory / name)
+            copy_file(plan.checkpoint.directory / name, work.directory / place_of(name))
         manifest = _manifest(plan, sink, calibration, work.directory, digests.result())
         write_file(work.directory / MANIFEST_FILE, manifest.data)
+        write_file(work.directory / CARD_FILE, model_card(manifest, work.directory).encode())
         write_file(work.directory / RUN_FILE, seal_run(_run_record(plan, manifest, started, before)))
     return Converted(output, manifest, time.time() - started)
 
@@ -297,6 +300,7 @@ def _manifest(
     plan: Plan, sink: Sink, calibration: Calibration | None, directory: Path, source: list[FileRecord]
 ) -> Manifest:
     checkpoint = plan.checkpoint
+    components = record_components(directory)
     return Manifest(
         schema_version=SCHEMA_VERSION,
         # Without the local tag: builds of one release compute the same codes.
@@ -316,7 +320,8 @@ def _manifest(
         fallbacks=plan.fallbacks + sink.fallbacks,
         notes=plan.notes,
         readers=plan.readers,
-        components=record_components(directory),
+        components=components,
+        component_sha256=component_hashes(directory, components),
         totals=totals(plan, directory),
     )
 

@@ -1,8 +1,8 @@
 """Recipes: the number format of the weights, the passes that choose the numbers, and what stays as it is."""
 
-import re
 from typing import Annotated, Any, Literal
 
+import regex
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from quantkit.canonical import sha256_json
@@ -11,6 +11,9 @@ from quantkit.formats import FORMATS
 from quantkit.passes import PASSES, QUANTISERS, REFINERS, TRANSFORMS, Quantiser
 from quantkit.schema import Strict, find_document, parse_yaml, read_yaml, validate
 from quantkit.types import QuantScheme
+
+# A pattern is tried on some thousand names, each in microseconds.
+_MATCH_SECONDS = 2
 
 
 class WeightFormat(Strict):
@@ -177,8 +180,18 @@ def load_recipe(name: str, settings: list[str] | None = None) -> Recipe:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a pattern (an exact name, or `re:` and a pattern matched from the start) fits a module name."""
-    return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
+    """Whether a pattern (an exact name, or `re:` and a pattern matched from the start) fits a module name.
+
+    Raises RecipeError for a pattern that backtracks without end.
+    """
+    if not pattern.startswith("re:"):
+        return pattern == name
+    try:
+        return regex.match(pattern[3:], name, timeout=_MATCH_SECONDS) is not None
+    except TimeoutError:
+        raise RecipeError(
+            f"the pattern {pattern!r} takes more than {_MATCH_SECONDS} s on {name!r}", "write it without nested repeats"
+        ) from None
 
 
 def _apply_setting(value: Any, setting: str) -> None:
@@ -216,7 +229,7 @@ def _checked_pattern(pattern: str) -> str:
         raise ValueError("an empty pattern matches nothing")
     if pattern.startswith("re:"):
         try:
-            re.compile(pattern[3:])
-        except re.error as error:
+            regex.compile(pattern[3:])
+        except (regex.error, ValueError, OverflowError, RecursionError, MemoryError) as error:
             raise ValueError(f"{pattern!r} is not a regular expression ({error})") from None
     return pattern

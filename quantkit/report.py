@@ -1,15 +1,18 @@
 """Reports: what an evaluation found, bound to the identity of the bytes and the hash of the protocol."""
 
 import json
-import math
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from quantkit.artifact import REPORTS
+from quantkit.canonical import sha256_json
 from quantkit.errors import ReportError
 from quantkit.files import replace_file
+from quantkit.manifest import Manifest
 from quantkit.schema import Strict, read_json, validate
 
-REPORT_VERSION: Literal[1] = 1
+REPORT_VERSION: Literal[2] = 2
 
 
 class Subject(Strict):
@@ -29,9 +32,12 @@ class SuiteRecord(Strict):
 
 
 class Report(Strict):
-    """A whole report. `metrics` is addressed by dotted paths; a metric with an interval is {value, low, high}."""
+    """A whole report. `metrics` is addressed by dotted paths; a metric with an interval is {value, low, high}.
 
-    schema_version: Literal[1]
+    sha256: of the canonical JSON of everything else, so that a changed figure shows; null until the report is written.
+    """
+
+    schema_version: Literal[2]
     identity: str
     subject: Subject
     reference: Subject | None
@@ -41,6 +47,18 @@ class Report(Strict):
     metrics: dict[str, Any]
     notes: list[str]
     run: dict[str, Any]
+    sha256: str | None = None
+
+    def sealed(self) -> "Report":
+        """The report with its own hash."""
+        return self.model_copy(update={"sha256": sha256_json(self.model_dump(mode="json", exclude={"sha256"}))})
+
+    @property
+    def data(self) -> bytes:
+        """The bytes of its file."""
+        values = self.model_dump(mode="json")
+        text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        return text.encode() + b"\n"
 
     def metric(self, path: str) -> dict[str, float] | None:
         """The metric at a dotted path as {value[, low, high]}, or None where the report has no such number.
@@ -76,23 +94,53 @@ def refuse_other_reference(report: Report, path: Path, source_identity: str, art
 
 
 def write_report(report: Report, path: Path) -> None:
-    """Write a report, replacing an older one of the same name as a whole. Raises ReportError where it cannot."""
-    data = json.dumps(report.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False, allow_nan=False)
+    """Write a report with its hash, replacing an older one as a whole. Raises ReportError where it cannot."""
+    data = report.sealed().data
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, data.encode() + b"\n")
+        replace_file(path, data)
     except OSError as error:
         raise ReportError(f"{path} cannot be written: {error.strerror}", "choose another --output") from None
 
 
 def read_report(path: Path) -> Report:
-    """Read a report. Raises ReportError: missing, unreadable, or not a report of this version."""
+    """Read a report. Raises ReportError: missing, unreadable, of another version, or changed after it was written."""
     action = "run quantkit eval to make one"
-    return validate(Report, read_json(path, ReportError, action), str(path), ReportError, action)
+    value = read_json(path, ReportError, action)
+    found = value.get("schema_version") if isinstance(value, dict) else None
+    if isinstance(found, int) and found != REPORT_VERSION:
+        raise ReportError(f"{path} is of schema_version {found}, this quantkit reads {REPORT_VERSION}", action)
+    report = validate(Report, value, str(path), ReportError, action)
+    try:
+        intact = report.sealed().data == path.read_bytes()
+    except (OSError, ValueError):  # a number that no report is written with
+        intact = False
+    if not intact:
+        raise ReportError(f"{path} was changed after it was written", "run quantkit eval again")
+    return report
+
+
+def reports_of(artifact: Path, manifest: Manifest) -> dict[str, Report]:
+    """The reports in an artifact, by file name, that are whole runs on these very bytes beside their own source.
+
+    Others are passed over: of other bytes, cut short by `--limit`, against another reference, or not readable.
+    """
+    found = {}
+    for path in sorted((artifact / REPORTS).glob("*.json")):
+        try:
+            report = read_report(path)
+            refuse_other_bytes(report, path, manifest.identity, artifact)
+            refuse_other_reference(report, path, manifest.source_identity, artifact)
+        except ReportError:
+            continue
+        if report.suite.limit is None:
+            found[f"{REPORTS}/{path.name}"] = report
+    return found
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, not converted: an integer may be larger than every float.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _walk(value: Any, parts: list[str]) -> Any:

@@ -12,13 +12,15 @@ from quantkit.data import data_dir, shipped_names
 from quantkit.errors import QuantkitError, SchemaError
 
 # A recipe, suite or policy is a page long. A larger file is not one, and YAML parsing is not linear.
-_LARGEST_DOCUMENT = 1 << 20
+_LARGEST_DOCUMENT = 1 << 18
+# The largest JSON is the manifest or the index of a model with very many experts.
+_LARGEST_JSON = 1 << 27
 
 
 class Strict(BaseModel):
-    """A frozen model without unknown keys and without silent coercion of numbers from text."""
+    """A frozen model without unknown keys, NaN, or silent coercion of numbers from text."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -33,10 +35,12 @@ class _UniqueKeyLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        repeated = [key for n, key in enumerate(keys) if key in keys[:n]]
-        if repeated:
-            raise yaml.YAMLError(f"the key {repeated[0]!r} stands twice")
+        seen = set()
+        for node_of_key, _ in node.value:
+            key = self.construct_object(node_of_key, deep=True)
+            if key in seen:  # TypeError for a key that is a list or mapping
+                raise yaml.YAMLError(f"the key {key!r} stands twice")
+            seen.add(key)
         return super().construct_mapping(node, deep)
 
 
@@ -70,6 +74,7 @@ def find_document(kind: str, name: str) -> Path:
 def read_yaml(path: Path) -> Any:
     """The value of a YAML file. Raises SchemaError for a missing, oversized or unreadable one."""
     try:
+        _refuse_special(path)
         if path.stat().st_size > _LARGEST_DOCUMENT:
             raise SchemaError(f"{path} is larger than {_LARGEST_DOCUMENT} bytes", "give the YAML document itself")
         return parse_yaml(path.read_text(encoding="utf-8"), str(path))
@@ -87,11 +92,20 @@ def read_json(path: Path, error: type[QuantkitError], action: str) -> Any:
         return dict(pairs)
 
     try:
+        _refuse_special(path)
+        if path.stat().st_size > _LARGEST_JSON:
+            raise ValueError(f"larger than {_LARGEST_JSON} bytes")
         return json.loads(path.read_bytes(), object_pairs_hook=unique)
     except FileNotFoundError:
         raise error(f"{path} does not exist", action) from None
     except (OSError, ValueError, RecursionError) as reason:
         raise error(f"{path} is not readable JSON ({reason})", action) from None
+
+
+def _refuse_special(path: Path) -> None:
+    """Raises OSError for a pipe or device, on which a reader would wait for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise OSError("it is no regular file")
 
 
 def validate(

@@ -5,6 +5,8 @@ import json
 from pydantic import BaseModel
 
 from quantkit.data import data_dir
+from quantkit.entries import Entry
+from quantkit.evaluate.prompts import PromptSet
 from quantkit.evaluate.suite import Suite
 from quantkit.files import write_file
 from quantkit.gates import Policy
@@ -14,8 +16,10 @@ from quantkit.report import Report
 from quantkit.texts import TextDefinition
 
 DOCUMENTS: dict[str, type[BaseModel]] = {
+    "ledger-entry": Entry,
     "manifest": Manifest,
     "policy": Policy,
+    "prompts": PromptSet,
     "recipe": Recipe,
     "report": Report,
     "suite": Suite,

@@ -16,7 +16,7 @@ def prefix_rule(tokenizer: PreTrainedTokenizerBase, bos: BosRule) -> Literal["no
     """`bos` with `auto` resolved. Raises TextError where a BOS is asked for and the tokenizer has none."""
     token = tokenizer.bos_token_id
     if bos == "auto":
-        return "window" if token is not None and tokenizer("a")["input_ids"][0] == token else "none"
+        return "window" if token is not None and tokenizer("a")["input_ids"][:1] == [token] else "none"
     if bos == "window" and token is None:
         raise TextError("a BOS token is asked for in each window and the tokenizer has none", "set bos: none")
     return bos

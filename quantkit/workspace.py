@@ -8,7 +8,6 @@ Nothing stands under NAME that is not complete. A run that ends early leaves the
 another run to go on from, and removes it otherwise.
 """
 
-import errno
 import fcntl
 import os
 import shutil
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from quantkit.artifact import disk_errors
 from quantkit.errors import ArtifactError
 from quantkit.files import sync_directory
 from quantkit.journal import Journal, read_journal
@@ -145,20 +145,15 @@ def refuse_busy(output: Path) -> None:
 
 @contextmanager
 def _disk_errors(work: Workspace) -> Iterator[None]:
-    """Turn the system's write errors into a line that names the place and the next action."""
+    """`disk_errors`, whose next action is to go on where something is kept."""
     try:
-        yield
-    except OSError as error:
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        what = "the disk is full" if full else str(error.strerror or error)
-        where = f" ({error.filename})" if error.filename else ""
-        kept = work.unfinished() is not None
-        action = (
-            "free space or check permissions, and run the same command with --resume to go on"
-            if kept
-            else "free space, check permissions, or choose another --output"
-        )
-        raise ArtifactError(f"{work.output} cannot be written: {what}{where}", action) from error
+        with disk_errors(work.output):
+            yield
+    except ArtifactError as error:
+        if isinstance(error.__cause__, OSError) and work.unfinished() is not None:
+            action = "free space or check permissions, and run the same command with --resume to go on"
+            raise ArtifactError(error.problem, action) from error.__cause__
+        raise
 
 
 def _lock(work: Workspace) -> IO[bytes]:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.evaluate import kept
 from tests import zoo as architectures
 
 
@@ -19,6 +20,12 @@ def _one_thread(request: pytest.FixtureRequest) -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_kept(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads what the user, or another test, has kept of a reference."""
+    monkeypatch.setattr(kept, "cache_dir", lambda: tmp_path_factory.mktemp("kept"))
 
 
 @pytest.fixture(scope="session")

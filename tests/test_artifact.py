@@ -1,6 +1,7 @@
 """Verification: each missing, changed and extra file is named, and one flipped byte anywhere is found or refused."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.artifact import WeightsWriter, record_components, seal_run, shard, tensor_sha256, verify, weight_layouts
+from quantkit.artifact import (
+    CARD_FILE,
+    WeightsWriter,
+    record_components,
+    seal_run,
+    shard,
+    tensor_sha256,
+    verify,
+    weight_layouts,
+)
 from quantkit.canonical import canonical_json, sha256_bytes
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import ArtifactError
@@ -71,6 +81,8 @@ def test_one_flipped_bit_is_found_wherever_it_is(name: str, place: float, artifa
 
 def test_every_single_file_of_the_artifact_is_covered(pristine: Path, artifact: Path) -> None:
     for path in sorted(pristine.iterdir()):
+        if path.name == CARD_FILE:  # people may write in it
+            continue
         flip(artifact / path.name, 5)
         try:
             found = verify(artifact)
@@ -125,6 +137,19 @@ def test_an_extra_link_is_named(name: str, artifact: Path) -> None:
     assert verify(artifact) == [f"extra: {name}"]
 
 
+@pytest.mark.parametrize("name", ["README.md", "model.sig", "run.json", "evals/quick.json"])
+def test_what_stands_outside_the_identity_is_no_link_and_no_folder(name: str, artifact: Path, tmp_path: Path) -> None:
+    path = artifact / name
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    (tmp_path / "elsewhere").write_text("{}")
+    path.symlink_to(tmp_path / "elsewhere")
+    assert f"extra: {name}" in verify(artifact)
+    path.unlink()
+    os.mkfifo(path)
+    assert verify(artifact) == [f"extra: {name}"]
+
+
 def test_a_linked_folder_is_an_extra_file(artifact: Path, tmp_path: Path) -> None:
     (artifact / "linked").symlink_to(tmp_path)
     assert verify(artifact) == ["extra: linked"]
@@ -137,6 +162,24 @@ def test_a_manifest_that_is_not_canonical_is_refused(artifact: Path) -> None:
     path = artifact / "manifest.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()), indent=2))
     with pytest.raises(ArtifactError, match="not in canonical form"):
+        verify(artifact)
+
+
+@pytest.mark.parametrize("value", [float("nan"), "\ud800"], ids=["nan", "half a pair"])
+def test_a_manifest_with_what_canonical_json_cannot_hold_is_refused(value: object, artifact: Path) -> None:
+    values = json.loads((artifact / "manifest.json").read_bytes())
+    values["recipe"]["description"] = value
+    (artifact / "manifest.json").write_text(json.dumps(values))
+    with pytest.raises(ArtifactError, match=r"manifest\.json"):
+        verify(artifact)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b", "a\0b", ""])
+def test_a_manifest_that_names_a_file_outside_is_refused(name: str, artifact: Path) -> None:
+    values = json.loads((artifact / "manifest.json").read_bytes())
+    values["components"]["other"][0]["name"] = name
+    (artifact / "manifest.json").write_bytes(canonical_json(values))
+    with pytest.raises(ArtifactError, match=r"components\.other\.0\.name"):
         verify(artifact)
 
 
@@ -209,10 +252,34 @@ def test_a_directory_without_a_usable_manifest_is_refused(content: str | None, a
 def test_a_manifest_of_another_schema_version_is_refused(artifact: Path) -> None:
     path = artifact / "manifest.json"
     values = json.loads(path.read_bytes())
-    values["schema_version"] = 2
+    for version in (1, 3):
+        path.write_bytes(canonical_json(values | {"schema_version": version}))
+        with pytest.raises(ArtifactError, match=f"schema_version {version}, this quantkit reads 2; convert the source"):
+            verify(artifact)
+
+
+@pytest.mark.parametrize("component", ["weights", "scheme", "chat_template", "other"])
+def test_a_component_hash_that_is_not_that_of_its_files_is_found_without_a_run_record(
+    component: str, artifact: Path
+) -> None:
+    (artifact / "run.json").unlink()
+    path = artifact / "manifest.json"
+    values = json.loads(path.read_bytes())
+    values["component_sha256"][component] = "0" * 64
     path.write_bytes(canonical_json(values))
-    with pytest.raises(ArtifactError, match="schema_version"):
-        verify(artifact)
+    assert verify(artifact) == [
+        f"changed: manifest.json (its hash of the component {component} is not that of the files)"
+    ]
+
+
+def test_a_manifest_that_lacks_a_component_is_refused(artifact: Path) -> None:
+    path = artifact / "manifest.json"
+    values = json.loads(path.read_bytes())
+    for key in ("components", "component_sha256"):
+        kept = {name: value for name, value in values[key].items() if name != "generation"}
+        path.write_bytes(canonical_json(values | {key: kept}))
+        with pytest.raises(ArtifactError, match=f"{key}: no generation"):
+            verify(artifact)
 
 
 def test_a_path_that_is_no_directory_is_refused(tmp_path: Path) -> None:
@@ -239,9 +306,11 @@ def test_components_list_each_file_once_and_empty_ones_are_there(tmp_path: Path)
     (tmp_path / "additional_chat_templates").mkdir()
     for name in ("model.safetensors", "additional_chat_templates/tool.jinja", "modeling_own.py"):
         (tmp_path / name).write_text(name)
+    (tmp_path / "SYSTEM_PROMPT.txt").write_text("Be brief.")
     found = {component: [r.name for r in records] for component, records in record_components(tmp_path).items()}
     assert found == {
-        "weights": ["model.safetensors"], "config": [], "tokenizer": [], "generation": [],
+        "weights": ["model.safetensors"], "config": [], "tokenizer": [], "generation": [], "scheme": [],
+        "system_prompt": ["SYSTEM_PROMPT.txt"],
         "chat_template": ["additional_chat_templates/tool.jinja"], "other": ["modeling_own.py"],
     }  # fmt: skip
 

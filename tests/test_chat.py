@@ -7,8 +7,8 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from quantkit.canonical import sha256_bytes
-from quantkit.chat import render, template_sha256
-from quantkit.errors import CalibrationError
+from quantkit.chat import ask, render, template_sha256
+from quantkit.errors import CalibrationError, TextError
 from quantkit.texts import Chat, load_source
 from tests.zoo import CHAT_TEMPLATE, byte_tokenizer
 
@@ -145,3 +145,61 @@ def test_the_shipped_conversations_are_sound_and_in_two_languages() -> None:
     for row in source.rows:
         roles = [message["role"] for message in row if message["role"] != "system"]
         assert roles == ["user", "assistant"] * (len(roles) // 2)
+
+
+# Questions
+
+
+def test_a_question_is_a_users_message_up_to_the_answer_on_a_fixed_day() -> None:
+    template = (
+        "{{ strftime_now('%Y') }} {{ messages[0]['role'] }}: {{ messages[0]['content'] }}"
+        "{% if add_generation_prompt %} assistant:{% endif %}"
+    )
+    assert ask("Which valve?", with_template(template)) == "2025 user: Which valve? assistant:"
+
+
+def test_without_a_template_there_is_no_rendered_question() -> None:
+    assert ask("Which valve?", with_template(None)) is None
+
+
+def test_a_template_that_refuses_a_question_is_one_line() -> None:
+    with pytest.raises(TextError, match="refuses a question") as caught:
+        ask("Which valve?", with_template("{{ raise_exception('only\nsystem') }}"))
+    assert "\n" not in str(caught.value)
+
+
+# Templates that do not end
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{% for a in range(99999) %}{% for b in range(9999) %}x"
+        "{% endfor %}{% endfor %}",
+    ],
+    ids=["loops", "loops that write"],
+)
+def test_a_template_without_end_is_ended(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.chat._SECONDS", 1)
+    refused(chat([ASK]), with_template(template), "takes more than 1 s", "plain text")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'x' * 100000000000 }}",
+        "{% set n = namespace(t='xxxxxxxx') %}{% for a in range(60) %}{% set n.t = n.t + n.t %}{% endfor %}{{ n.t }}",
+        "{{ '%099999999999d' % 1 }}",
+    ],
+    ids=["product", "doubling", "padding"],
+)
+def test_a_template_that_writes_without_bound_is_refused(template: str) -> None:
+    refused(chat([ASK]), with_template(template), "notes")
+
+
+def test_what_a_template_does_stays_in_its_child() -> None:
+    tokenizer = with_template("{{ messages.clear() if false else messages[0]['content'] }}")
+    rows = [[dict(ASK)]]
+    assert render(chat(*rows), tokenizer).joined == "Which valve?"
+    assert rows == [[ASK]]

@@ -362,6 +362,51 @@ def test_a_link_that_leads_out_of_the_checkpoint_is_not_copied(model: Path, tmp_
     assert "leads out" in checkpoint.skipped["notes.txt"]
 
 
+@pytest.mark.parametrize("name", ["config.json", WEIGHTS])
+def test_a_file_that_is_read_may_not_be_a_link_that_leads_out(model: Path, tmp_path: Path, name: str) -> None:
+    (model / name).rename(tmp_path / "elsewhere")
+    (model / name).symlink_to(tmp_path / "elsewhere")
+    refused(model, f"{model / name} is a link that leads out of the checkpoint", "copy the file")
+
+
+def test_a_shard_and_an_index_may_not_be_links_that_lead_out(sharded: Path, tmp_path: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[0]
+    for path in (shard, sharded / INDEX):
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+        refused(sharded, f"{path} is a link that leads out")
+        path.unlink()
+        (tmp_path / "elsewhere").rename(path)
+    assert open_checkpoint(str(sharded)).entries
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "num_attention_heads"])
+def test_a_config_that_asks_for_more_than_any_model_has_is_refused_at_once(model: Path, key: str) -> None:
+    values = config_values(model) | {key: 10**9}
+    (model / "config.json").write_text(json.dumps(values))
+    refused(model, "config.json", f"{key} is 1e+09")
+
+
+def test_a_gguf_file_whose_model_would_be_larger_than_its_tensors_is_refused(
+    zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "x.gguf", open_checkpoint(str(zoo("llama"))))
+    data = (tmp_path / "x.gguf").read_bytes()
+    key = b"llama.feed_forward_length" + (4).to_bytes(4, "little")
+    place = data.index(key) + len(key)
+    assert int.from_bytes(data[place : place + 4], "little") == 128
+    (tmp_path / "x.gguf").write_bytes(data[:place] + (1 << 30).to_bytes(4, "little") + data[place + 4 :])
+    refused(tmp_path / "x.gguf", "its config makes a model of", "its files hold at most")
+
+
+def test_a_signature_of_the_source_is_not_copied(model: Path) -> None:
+    (model / "model.sig").write_text("{}")
+    checkpoint = open_checkpoint(str(model))
+    assert "model.sig" not in checkpoint.side_files
+    assert "signature" in checkpoint.skipped["model.sig"]
+
+
 def test_a_pipe_in_the_directory_is_refused_instead_of_waited_for(model: Path) -> None:
     os.mkfifo(model / "README.md")
     refused(model, "README.md", "no regular file")
@@ -478,7 +523,7 @@ def test_a_file_that_is_not_gguf_is_refused_and_leaves_nothing_behind(
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "x.gguf").write_bytes(data)
-    refused(tmp_path / "x.gguf", "x.gguf is not a GGUF file that transformers can read")
+    refused(tmp_path / "x.gguf", "x.gguf is not a GGUF file that can be read")
     assert list((tmp_path / "cache" / "gguf").iterdir()) == []
 
 

@@ -126,11 +126,41 @@ def test_verify_says_yes_with_0_and_no_with_1(run: Run, artifact: Path, tmp_path
     (changed / "LICENSE").unlink()
     (changed / "new").write_text("")
     bad = run("verify", changed)
-    assert (bad.code, bad.out.splitlines()) == (1, ["missing: LICENSE (other)", "extra: new"])
+    assert (bad.code, bad.out.splitlines()[-2:]) == (1, ["missing: LICENSE (other)", "extra: new"])
+    states = {line.split("│")[1].strip(): line.split("│")[-2].strip() for line in bad.out.splitlines() if "│" in line}
+    assert {name for name, state in states.items() if state == "changed"} == {"other"}
     as_json = run("verify", changed, "--json")
     assert as_json.code == 1
     assert as_json.json["problems"] == ["missing: LICENSE (other)", "extra: new"]
     assert as_json.json["verified"] is False
+    assert {name for name, part in as_json.json["components"].items() if part["changed"]} == {"other"}
+
+
+def test_sign_and_verify_with_a_key(run: Run, artifact: Path, tmp_path: Path) -> None:
+    pytest.importorskip("model_signing", reason="needs the extra quantkit[signing]")
+    subprocess.run(["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout", "-out", "key.pem"], check=True)
+    subprocess.run(["openssl", "ec", "-in", "key.pem", "-pubout", "-out", "key.pub"], check=True, capture_output=True)
+    signed = shutil.copytree(artifact, tmp_path / "signed")
+    unsigned = run("verify", signed, "--public-key", "key.pub")
+    assert (unsigned.code, unsigned.out.strip()) == (1, "unsigned: there is no model.sig")
+    made = run("sign", signed, "--key", "key.pem", "--json")
+    assert (made.code, made.json["path"]) == (0, str(signed / "model.sig"))
+    good = run("verify", signed, "--public-key", "key.pub", "--json")
+    assert (good.code, good.json["signed"], good.json["verified"]) == (0, True, True)
+    assert run("verify", signed, "--json").json["signed"] is None
+    (signed / "LICENSE").write_text("other")
+    bad = run("verify", signed, "--public-key", "key.pub", "--json")
+    assert (bad.code, bad.json["signed"], bad.json["verified"]) == (1, False, False)
+    assert run("sign", signed, "--key", "key.pem").code == 2
+
+
+def test_attest_prints_one_statement_or_writes_it(run: Run, artifact: Path) -> None:
+    printed = run("attest", artifact, "--format", "slsa")
+    assert (printed.code, printed.err) == (0, "")
+    written = run("attest", artifact, "--format", "slsa", "--output", "made/here.json")
+    assert (written.code, written.out) == (0, "")
+    assert json.loads(Path("made/here.json").read_bytes()) == printed.json
+    assert run("attest", artifact, "--format", "cyclonedx").json["bomFormat"] == "CycloneDX"
 
 
 def test_inspect_of_an_artifact_shows_nominal_and_true_bits(run: Run, artifact: Path) -> None:
@@ -168,6 +198,7 @@ def test_eval_writes_the_report_inside_the_artifact_and_prints_it(
     assert found.json["path"] == str(report.with_name("tiny-limit2.json")), "a cut run never replaces a whole one"
     assert json.loads(report.read_bytes())["suite"]["limit"] is None
     assert found.json["suite"]["limit"] == 2
+    assert "its figures" not in found.err
     assert found.json["metrics"]["fidelity"]["tokens"] == 2 * 39
     assert run("verify", tmp_path / "out").code == 0
 
@@ -193,6 +224,8 @@ def test_eval_writes_the_page_beside_the_report_unless_told_not_to(
     page = (evals / "tiny.html").read_text(encoding="utf-8")
     assert "Where it breaks" in page
     assert "tiny.json was made with another suite than quick" in page
+    assert f"wrote its figures into {tmp_path / 'out' / 'README.md'}" in found.err
+    assert "Suite tiny." in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
     assert run("verify", tmp_path / "out").code == 0
 
 
@@ -309,6 +342,138 @@ def notes(folder: Path) -> Path:
     return path
 
 
+# Releases
+
+
+@pytest.fixture
+def releases(artifact: Path, tmp_path: Path) -> tuple[Path, Path]:
+    """An artifact with a report, and a policy that it passes."""
+    policy = tmp_path / "loose.yaml"
+    policy.write_text("name: loose\nlimits: [{metric: fidelity.kl_mean, max: 1}]\n")
+    return with_report(artifact, tmp_path / "measured"), policy
+
+
+STAMP = ("--by", "ana", "--at", "2026-01-31T09:00:00Z")
+
+
+def test_diff_says_which_components_differ_with_0_or_1(run: Run, zoo: Zoo, artifact: Path, tmp_path: Path) -> None:
+    same = run("diff", artifact, artifact)
+    assert (same.code, same.err) == (0, "")
+    assert "components the same" in same.out
+    made = run("convert", zoo("llama"), "--recipe", "rtn-int8", "--output", tmp_path / "other")
+    assert made.code == 0
+    table, values = run("diff", artifact, tmp_path / "other"), run("diff", artifact, tmp_path / "other", "--json")
+    assert table.code == values.code == 1
+    assert "components differ" in table.out
+    assert values.json["same"] is False
+    assert [name for name, part in values.json["components"].items() if not part["same"]] == ["scheme", "weights"]
+    assert max(map(len, table.out.splitlines())) <= 80
+
+
+def test_promote_shows_the_verdict_and_prints_the_head_to_keep(run: Run, releases: tuple[Path, Path]) -> None:
+    path, policy = releases
+    found = run("promote", path, "--channel", "canary", "--policy", policy, *STAMP)
+    assert (found.code, found.err) == (0, "")
+    identity = run("verify", path, "--json").json["identity"]
+    head = found.out.split()[-1]
+    assert f"{identity[:12]} promoted to canary in the place of nothing; entry 1, head {head}" in found.out
+    assert "fidelity.kl_mean" in found.out
+    checked = run("ledger", "verify", "--head", head, "--artifacts")
+    assert (checked.code, checked.out) == (0, f"entries: 1, each as written; head {head}\n")
+    assert run("ledger", "verify", "--head", "0" * 64).code == 1
+
+
+def test_promote_and_rollback_print_one_object_with_the_entry(
+    run: Run, releases: tuple[Path, Path], zoo: Zoo, tmp_path: Path
+) -> None:
+    path, policy = releases
+    first = run("promote", path, "--channel", "canary", "--policy", policy, *STAMP, "--json").json
+    assert first["verdict"]["verdict"] == "pass"
+    assert first["entry"]["stamp"] == {"by": "ana", "at": "2026-01-31T09:00:00Z"}
+    other = with_report(
+        convert(make_plan(open_checkpoint(str(zoo("llama"))), load_recipe("rtn-int8")), tmp_path / "i").path,
+        tmp_path / "other",
+    )
+    assert run("promote", other, "--channel", "canary", "--policy", policy, *STAMP).code == 0
+    back = run("rollback", "--channel", "canary", *STAMP, "--json").json["entry"]
+    assert (back["action"], back["release"]) == ("rollback", first["entry"]["release"])
+    found = run("ledger", "--json").json
+    assert found["channels"]["canary"]["identity"] == first["entry"]["release"]["identity"]
+    assert [entry["action"] for entry in found["entries"]] == ["promote", "promote", "rollback"]
+    table = run("ledger")
+    for shown in ("canary", "back to 1", first["entry"]["release"]["identity"][:12], back["sha256"], "ana"):
+        assert shown in table.out
+    assert max(map(len, table.out.splitlines())) <= 80
+
+
+def test_what_the_gate_fails_is_not_promoted_and_leaves_with_1(
+    run: Run, releases: tuple[Path, Path], tmp_path: Path
+) -> None:
+    policy = tmp_path / "tight.yaml"
+    policy.write_text("name: tight\nlimits: [{metric: fidelity.kl_mean, max: 0.001}]\n")
+    found = run("promote", releases[0], "--channel", "canary", "--policy", policy)
+    assert found.code == 1
+    assert found.out.splitlines()[-1] == "not promoted: canary holds what it held"
+    values = run("promote", releases[0], "--channel", "canary", "--policy", policy, "--json")
+    assert (values.code, values.json["entry"], values.json["verdict"]["verdict"]) == (1, None, "fail")
+    assert run("ledger").out == "manifests holds no releases\n"
+    assert list(Path().iterdir()) == []
+
+
+def test_a_rollback_to_a_changed_artifact_leaves_with_1_and_one_line(
+    run: Run, releases: tuple[Path, Path], zoo: Zoo, tmp_path: Path
+) -> None:
+    path, policy = releases
+    made = convert(make_plan(open_checkpoint(str(zoo("llama"))), load_recipe("rtn-int8")), tmp_path / "i").path
+    for artifact in (path, with_report(made, tmp_path / "other")):
+        assert run("promote", artifact, "--channel", "canary", "--policy", policy).code == 0
+    (path / "LICENSE").write_text("another")
+    found = run("rollback", "--channel", "canary")
+    assert (found.code, found.out) == (1, "")
+    assert len(found.err.splitlines()) == 1
+    assert "is not whole (changed: LICENSE (other)); restore its files" in found.err
+    checked = run("ledger", "verify", "--artifacts")
+    assert checked.code == 1
+    assert "channel canary:" in checked.out
+    assert run("ledger", "verify").code == 0
+
+
+def test_the_ledgers_folder_may_stand_before_and_behind_verify(
+    run: Run, releases: tuple[Path, Path], tmp_path: Path
+) -> None:
+    path, policy = releases
+    folder = tmp_path / "kept"
+    assert run("promote", path, "--channel", "canary", "--policy", policy, "--ledger", folder).code == 0
+    assert run("ledger", "--ledger", folder, "verify").code == 0
+    assert run("ledger", "verify", "--ledger", folder).code == 0
+    assert run("ledger", "verify").code == 2
+    (folder / "ledger.jsonl").write_bytes((folder / "ledger.jsonl").read_bytes().replace(b"canary", b"public"))
+    found = run("ledger", "verify", "--ledger", folder, "--json")
+    assert (found.code, found.json["verified"]) == (1, False)
+    shown = run("ledger", "--ledger", folder)
+    assert (shown.code, shown.out) == (2, "")
+    assert "ledger.jsonl line 1 was changed after it was written" in shown.err
+
+
+def test_who_and_when_are_asked_of_the_machine_only_where_they_are_not_given(
+    run: Run, releases: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, policy = releases
+    monkeypatch.setattr("getpass.getuser", lambda: "machine")
+    monkeypatch.setattr("time.gmtime", lambda *_: (2030, 1, 2, 3, 4, 5, 2, 2, 0))
+    default = run("promote", path, "--channel", "canary", "--policy", policy, "--json").json["entry"]["stamp"]
+    assert default == {"by": "machine", "at": "2030-01-02T03:04:05Z"}
+    given = run("promote", path, "--channel", "canary", "--policy", policy, *STAMP, "--json").json["entry"]["stamp"]
+    assert given == {"by": "ana", "at": "2026-01-31T09:00:00Z"}
+
+    def nobody() -> str:
+        raise KeyError("no such user")
+
+    monkeypatch.setattr("getpass.getuser", nobody)
+    found = run("promote", path, "--channel", "canary", "--policy", policy)
+    assert (found.code, found.err) == (2, "quantkit: this account has no name; say with --by who releases\n")
+
+
 # The plan
 
 
@@ -404,6 +569,13 @@ def test_a_quantised_embedding_stands_in_the_dry_run_and_in_inspect(
         (["convert", "MODEL", "--recipe", "rtn-g64", "--fast"], ["--fast"]),
         (["verify", "./nothing"], ["nothing is not a directory"]),
         (["verify", "MODEL"], ["manifest.json does not exist"]),
+        (["verify", "ARTIFACT", "--signature", "model.sig"], ["--signature says nothing", "--public-key"]),
+        (["sign", "ARTIFACT"], ["--key"]),
+        (["sign", "MODEL", "--key", "key.pem"], ["quantkit"]),
+        (["attest", "ARTIFACT"], ["--format"]),
+        (["attest", "ARTIFACT", "--format", "spdx"], ["--format spdx", "slsa, cyclonedx"]),
+        (["attest", "ARTIFACT", "--format", "slsa", "--builder-id", "me"], ["'me' is no URI"]),
+        (["attest", "MODEL", "--format", "slsa"], ["manifest.json does not exist"]),
         (["inspect", "./nothing"], ["./nothing does not exist"]),
         (["eval", "MODEL", "--suite", "quik"], ["quick"]),
         (["eval", "MODEL", "--limit", "0"], ["--limit 0 leaves nothing"]),
@@ -417,6 +589,20 @@ def test_a_quantised_embedding_stands_in_the_dry_run_and_in_inspect(
         (["compare", "ARTIFACT", "MODEL"], ["has no report"]),
         (["compare"], ["artifacts"]),
         (["recipes", "rtn-g6"], ["rtn-g64"]),
+        (["verify", "ARTIFACT", "--quick"], ["--quick"]),
+        (["diff", "ARTIFACT"], ["b"]),
+        (["diff", "ARTIFACT", "MODEL"], ["manifest.json does not exist"]),
+        (["promote", "ARTIFACT"], ["--channel"]),
+        (["promote", "ARTIFACT", "--channel", "Production!"], ["'Production!' cannot name a channel"]),
+        (["promote", "ARTIFACT", "--channel", "canary"], ["quick.json does not exist", "run quantkit eval"]),
+        (["promote", "ARTIFACT", "--channel", "canary", "--policy", "relase"], ["release"]),
+        (["promote", "ARTIFACT", "--channel", "canary", "--at", "yesterday"], ["'yesterday'", "2026-01-31T09:00:00Z"]),
+        (["promote", "ARTIFACT", "--channel", "canary", "--by", ""], ["--by"]),
+        (["promote", "MODEL", "--channel", "canary"], ["manifest.json does not exist"]),
+        (["rollback", "--channel", "canary"], ["nothing was ever released on channel 'canary'"]),
+        (["rollback"], ["--channel"]),
+        (["ledger", "verify"], ["manifests holds no ledger.jsonl", "--ledger"]),
+        (["ledger", "show"], ["show"]),
     ],
 )
 def test_an_error_is_one_line_that_names_the_thing_and_exit_code_2(

@@ -11,13 +11,15 @@ from quantkit import grids
 from quantkit.checkpoint import open_checkpoint
 from quantkit.compare import compare, report_path
 from quantkit.errors import ArtifactError, ReportError, SchemaError, UsageError
+from quantkit.evaluate.protocol import protocol_hash
+from quantkit.evaluate.suite import load_suite
 from quantkit.manifest import read_manifest
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
 from quantkit.report import Subject, write_report
 from quantkit.tables import comparison_table
-from tests.samples import sample_metrics, sample_report, with_report
+from tests.samples import sample_metrics, sample_protocol, sample_report, with_report
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +52,7 @@ def test_artifacts_stand_in_the_order_in_which_they_are_named(artifacts: dict[st
     assert [row["path"] for row in values["artifacts"]] == [str(artifacts["b"]), str(artifacts["a"])]
     assert values["artifacts"][1]["identity"] == read_manifest(artifacts["a"]).identity
     assert values["artifacts"][1]["metrics"]["fidelity"]["kl_mean"]["value"] == pytest.approx(0.3)
-    assert values["protocol"] == "c" * 64
+    assert values["protocol"] == protocol_hash(sample_protocol(load_suite("quick")))
 
 
 def test_the_bases_figures_come_from_the_references_in_the_reports(artifacts: dict[str, Path]) -> None:
@@ -99,7 +101,7 @@ def test_an_artifact_of_another_base_is_refused_by_name(artifacts: dict[str, Pat
 
 def test_another_protocol_is_refused_by_its_hash(artifacts: dict[str, Path]) -> None:
     rewrite(artifacts["b"], protocol="d" * 64)
-    with pytest.raises(ReportError, match=r"b was measured by protocol dddddddddddd, .*a by cccccccccccc"):
+    with pytest.raises(ReportError, match=r"b was measured by protocol dddddddddddd, .*a by [0-9a-f]{12}; run"):
         compare([artifacts["a"], artifacts["b"]], "quick")
 
 

@@ -21,6 +21,7 @@ KINDS = [
     "evals",
     "evals/suites",
     "evals/policies",
+    "evals/prompts",
     "evals/tasks",
     "evals/texts",
     "manifests",

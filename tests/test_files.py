@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quantkit.files import copy_file, replace_file, sync_directory, write_file
+from quantkit.files import copy_file, replace_file, replace_files, sync_directory, write_file
 
 
 @pytest.fixture
@@ -72,6 +72,41 @@ def test_a_reader_that_has_the_file_open_keeps_the_old_bytes(tmp_path: Path) -> 
     with (tmp_path / "f").open("rb") as stream:
         replace_file(tmp_path / "f", b"new")
         assert stream.read() == b"old"
+
+
+def test_several_files_are_all_on_the_disk_before_the_first_takes_its_name(
+    tmp_path: Path, flushed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        events.append(f"{len(flushed)} flushed, then {Path(target).name}")
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    replace_files({tmp_path / "a": b"1", tmp_path / "b": b"2"})
+    assert events == ["2 flushed, then a", "3 flushed, then b"], "and the folder between the two"
+    assert ((tmp_path / "a").read_bytes(), (tmp_path / "b").read_bytes()) == (b"1", b"2")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_several_files_of_which_one_does_not_fit_are_none_of_them_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"old")
+    real, calls = os.fsync, iter(range(9))
+
+    def full_at_the_second(descriptor: int) -> None:
+        if next(calls) == 1:
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full_at_the_second)
+    with pytest.raises(OSError, match="No space left"):
+        replace_files({tmp_path / "a": b"1", tmp_path / "b": b"2"})
+    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == {"a": b"old", "b": b"old"}
 
 
 def test_copying_keeps_every_byte_and_follows_links(tmp_path: Path, flushed: list[str]) -> None:

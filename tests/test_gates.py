@@ -12,16 +12,19 @@ import pytest
 import yaml
 
 from quantkit import cli
+from quantkit.canonical import sha256_bytes, sha256_file, sha256_json
 from quantkit.checkpoint import open_checkpoint
 from quantkit.data import shipped_names
 from quantkit.errors import ArtifactError, ReportError, SchemaError
+from quantkit.evaluate.protocol import protocol_hash
 from quantkit.evaluate.suite import load_suite
 from quantkit.gates import Policy, gate, load_policy, write_junit
 from quantkit.manifest import read_manifest
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
-from quantkit.report import REPORT_VERSION
+from quantkit.report import REPORT_VERSION, Report, write_report
+from tests.samples import sample_protocol
 
 METRICS = {
     "perplexity": {
@@ -33,6 +36,7 @@ METRICS = {
         "top1": {"value": 0.9, "low": 0.8, "high": 0.95},
     },
 }
+PROTOCOL = sample_protocol(load_suite("quick"))
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +61,8 @@ def report_values(artifact: Path, **changes: Any) -> dict[str, Any]:
         "subject": {"kind": "artifact", "name": "artifact", "identity": identity},
         "reference": None,
         "suite": {"name": "quick", "sha256": load_suite("quick").sha256, "limit": None},
-        "protocol": "c" * 64,
-        "protocol_record": {},
+        "protocol": protocol_hash(PROTOCOL),
+        "protocol_record": PROTOCOL,
         "metrics": METRICS,
         "notes": [],
         "run": {},
@@ -67,8 +71,8 @@ def report_values(artifact: Path, **changes: Any) -> dict[str, Any]:
 
 
 def write(path: Path, values: Any) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values))
+    """Write a report as quantkit does, whatever it claims."""
+    write_report(Report.model_validate_json(json.dumps(values)), path)
     return path
 
 
@@ -179,7 +183,9 @@ def test_the_report_of_the_policys_suite_is_taken(artifact: Path) -> None:
     suite = artifact.parent / "long.yaml"
     suite.write_text("name: long\nperplexity: [{text: wiki-en, windows: 9, length: 64}]\n")
     record = {"name": "long", "sha256": load_suite(str(suite)).sha256, "limit": None}
-    write(artifact / "evals" / "long.json", report_values(artifact, suite=record))
+    protocol = sample_protocol(load_suite(str(suite)))
+    changes = {"suite": record, "protocol": protocol_hash(protocol), "protocol_record": protocol}
+    write(artifact / "evals" / "long.json", report_values(artifact, **changes))
     (artifact / "evals" / "quick.json").unlink()
     assert gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}, suite=str(suite))).passed
 
@@ -201,7 +207,7 @@ def test_a_report_against_another_reference_than_the_source_is_refused(artifact:
     assert gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}), path).passed
 
 
-@pytest.mark.parametrize("perplexity", [5, None, {"wiki-en": {"ratio": {"value": float("inf"), "high": "x"}}}])
+@pytest.mark.parametrize("perplexity", [5, None, {"wiki-en": {"ratio": {"value": True, "high": "x"}}}])
 def test_malformed_metrics_are_no_metrics(perplexity: Any, artifact: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "bad.json", report_values(artifact, metrics={"perplexity": perplexity}))
     with pytest.raises(ReportError, match="has no metric"):
@@ -227,13 +233,44 @@ def test_a_metric_or_interval_that_is_not_there_is_an_error_naming_it(limit: dic
 def test_a_metric_that_is_not_a_finite_number_never_passes(value: str, artifact: Path) -> None:
     path = artifact / "evals" / "quick.json"
     path.write_text(path.read_text().replace("0.04", value))
-    try:
-        passed = gate(
-            artifact, policy({"metric": "fidelity.kl_mean", "max": 1}, {"metric": "fidelity.kl_mean", "min": 0})
-        )
-    except ReportError:
-        return
-    assert not passed.passed
+    with pytest.raises(ReportError, match=r"quick\.json"):
+        gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}))
+
+
+def test_a_figure_that_was_edited_is_refused(artifact: Path) -> None:
+    path = artifact / "evals" / "quick.json"
+    path.write_text(path.read_text().replace("0.04", "0.01"))
+    with pytest.raises(ReportError, match=r"quick\.json was changed after it was written; run quantkit eval again"):
+        gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}))
+
+
+def test_a_report_of_an_older_quantkit_is_refused_with_the_next_action(artifact: Path) -> None:
+    path = artifact / "evals" / "quick.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_version": 1}))
+    with pytest.raises(ReportError, match=r"is of schema_version 1, this quantkit reads 2; run quantkit eval"):
+        gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}))
+
+
+def test_a_policy_may_pin_the_protocol(artifact: Path) -> None:
+    limit = {"metric": "fidelity.kl_mean", "max": 1}
+    assert gate(artifact, policy(limit, require={"protocol": protocol_hash(PROTOCOL)})).passed
+    with pytest.raises(ReportError, match=r"measured by protocol .*, the policy requires bbbbbbbbbbbb"):
+        gate(artifact, policy(limit, require={"protocol": "b" * 64}))
+
+
+def test_a_policy_without_a_protocol_has_the_hash_that_it_had_before_there_was_one() -> None:
+    known = {"name": "mine", "description": "", "suite": "quick", "limits": [
+        {"metric": "a", "max": 1.0, "min": None, "upper": False}
+    ], "require": {"verified": True, "identity_matches_report": True, "corpora_at_least": 1}}  # fmt: skip
+    mine = policy({"metric": "a", "max": 1.0})
+    assert mine.sha256 == sha256_json(known)
+    assert mine.sha256 == sha256_bytes(mine.data)
+    assert mine.sha256 != policy({"metric": "a", "max": 1.0}, require={"protocol": "b" * 64}).sha256
+
+
+def test_the_verdict_names_the_file_that_it_judged(artifact: Path) -> None:
+    verdict = gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}))
+    assert verdict.values()["report_sha256"] == sha256_file(artifact / "evals" / "quick.json")
 
 
 def test_a_checkpoint_without_manifest_is_refused(zoo: Callable[[str], Path]) -> None:

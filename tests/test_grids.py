@@ -99,16 +99,24 @@ def test_groups_stand_in_order_with_the_worst_of_each_kind_marked(manifest: Mani
     assert [row[2] for row in grid.rows] == ["100.0 %", "", "5.0 %", "15.0 %", "10.0 %"]
 
 
-def test_tasks_of_any_metric_are_listed_with_their_languages_and_flips(manifest: Manifest) -> None:
+def test_tasks_of_any_metric_are_listed_with_their_languages_lengths_and_flips(manifest: Manifest) -> None:
     rows = grids.task_grid(sample_report(manifest)).rows
     assert [row[:3] for row in rows] == [
         ["quantkit_copy", "exact", "300"],
         ["quantkit_copy", "margin", "300"],
         ["quantkit_copy, en", "exact", "150"],
         ["quantkit_copy, zh", "exact", "150"],
+        ["quantkit_copy, length 256", "exact", "150"],
+        ["quantkit_copy, length 1024", "exact", "150"],
     ]
     assert rows[0][3:] == ["0.6100", "0.5900 – 0.6300", "0.7000", "0.0900", "0.0700 – 0.1100", "31", "4"]
     assert rows[1][-2:] == ["", ""]
+
+
+def test_a_metric_whose_name_begins_like_a_part_is_a_metric(manifest: Manifest) -> None:
+    entry = {"n": 3, "by_hand": {"value": 0.5}, "by_year": {"2024": {"n": 1, "by_hand": {"value": 1.0}}}, "by_x": 7}
+    rows = grids.task_grid(sample_report(manifest, metrics={"tasks": {"t": entry}})).rows
+    assert [row[:4] for row in rows] == [["t", "by_hand", "3", "0.5000"], ["t, year 2024", "by_hand", "1", "1.0000"]]
 
 
 def test_a_histogram_is_taken_only_where_it_can_be_drawn(manifest: Manifest) -> None:
@@ -121,6 +129,7 @@ def test_a_histogram_is_taken_only_where_it_can_be_drawn(manifest: Manifest) -> 
     for edges, counts in (
         ([0.1, 1.0], [1, 2]), ([1.0, 0.1], [1, 2, 3]), ([0.0, 1.0], [1, 2, 3]), ([0.1, 1.0], [0, 0, 0]),
         ([0.1, "x"], [1, 2, 3]), ([0.1, 1.0], [1, None, 3]), ([0.1, 1.0], [1, -2, 3]), ([0.1], [1, 2]), (3, 4),
+        ([0.1, 1.0], [1, {"value": 2}, 3]),
     ):  # fmt: skip
         assert found(edges, counts) is None
 

@@ -13,13 +13,13 @@ ROOT = Path(quantkit.__file__).parent
 # Lowest first. Modules of one row do not import each other. A new module goes into the first row above its imports.
 LEVELS: list[list[str]] = [
     ["errors", "types", "canonical", "data", "files", "spill", "figures"],
-    ["schema", "affine", "bitpack"],
+    ["schema", "affine", "bitpack", "seals", "limits"],
     # algorithms: tensors in, tensors out. rtn, search and smoothquant stand alone; gptq uses search; awq uses both.
     ["algorithms.rtn", "algorithms.search", "algorithms.smoothquant"],
     ["algorithms.gptq", "algorithms.reconstruct"],
     ["algorithms.awq"],
     # the source: files, structure, text, statistics
-    ["tensorfile", "stats"],
+    ["tensorfile", "ggufheader", "stats"],
     ["checkpoint", "fold"],
     ["blocks", "loading", "material"],
     ["live", "texts"],
@@ -33,20 +33,25 @@ LEVELS: list[list[str]] = [
     ["calibration"],
     # the artifact
     ["manifest"],
-    ["artifact", "journal"],
-    ["workspace", "saving"],
+    ["components", "journal"],
+    ["artifact"],
+    ["card", "signing", "workspace", "saving"],
     ["plan"],
     ["sink"],
     ["blockwise"],
     ["pipeline"],
     # its evaluation and its release
-    ["report", "evaluate.uncertainty", "evaluate.loader", "evaluate.logits", "evaluate.protocol"],
-    ["evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
-    ["evaluate.breakdown", "evaluate.tasks"],
-    ["evaluate.run"],
+    ["report", "entries", "diff", "evaluate.uncertainty", "evaluate.kernels", "evaluate.protocol", "evaluate.prompts"],
+    ["chain", "evaluate.generation", "evaluate.loader", "evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
+    ["evaluate.breakdown", "evaluate.decoding", "evaluate.kept", "evaluate.tasks", "evaluate.serving"],
+    ["evaluate.asked", "verification"],
+    ["ledger", "evaluate.run"],
     ["gates", "inspection", "compare"],
+    ["release"],
     ["grids"],
+    ["answers"],
     ["tables", "pages"],
+    ["attest", "scorecard"],
     ["demo"],
     ["schemas", "cli"],
 ]

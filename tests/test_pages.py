@@ -19,10 +19,12 @@ from quantkit.pipeline import convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
 from quantkit.report import Report, Subject, SuiteRecord
+from quantkit.seals import page_intact
 from tests.samples import (
     HOSTILE,
     estimate,
     perplexity,
+    sample_answers,
     sample_breakdown,
     sample_metrics,
     sample_report,
@@ -129,6 +131,7 @@ def test_the_page_holds_every_part_of_the_report_and_the_manifest(manifest: Mani
         "a note of the conversion", "group 32 instead of 64", "the same bytes as the embedding", "not a linear of",
         report.identity, report.protocol, manifest.source_identity, manifest.recipe_sha256, manifest.source.name,
         "quantkit_copy", "by predicted token", "128-511", "The valve opens", "quantkit 0.1.0", "torch ",
+        "Where they part", "Side by side", "In a batch", "Prompts that differ in the batch",
         manifest.source.files[0].sha256, '"dtype": "float32"', '"group_size": 64', "1.0400",
     ):  # fmt: skip
         assert shown in text, shown
@@ -174,7 +177,7 @@ def test_the_comparison_has_the_base_and_every_artifact(manifest: Manifest) -> N
         assert shown in page.text
     assert [tag for tag, _ in page.elements].count("svg") == 2
     assert page.text.count(manifest.identity) == 2
-    assert "c" * 64 in page.text
+    assert sample_report(manifest).protocol in page.text
 
 
 # Escaping
@@ -204,6 +207,7 @@ def hostile(manifest: Manifest) -> tuple[Report, Manifest, Verdict]:
         "tasks": sample_tasks(HOSTILE) | {"t": {HOSTILE: {"value": 1}, "by_language": {HOSTILE: {"m": {"value": 1}}}}},
         "breakdown": sample_breakdown(HOSTILE, HOSTILE)
         | {"language": {HOSTILE: {"kl_mean": 0.1}}, "class": {HOSTILE: {"kl_mean": 0.1}}},
+        **sample_answers(HOSTILE, HOSTILE),
     }
     report = sample_report(
         manifest,
@@ -256,7 +260,7 @@ def test_a_page_loads_nothing_and_forbids_the_rest(manifest: Manifest) -> None:
 
 @pytest.mark.parametrize("value", [None, 3, "x", [], {}, {"a": 1}, {"a": {"value": None}}, [[1]]])
 def test_no_metrics_break_a_page(value: Any, manifest: Manifest) -> None:
-    metrics = dict.fromkeys(("perplexity", "fidelity", "tasks", "breakdown"), value)
+    metrics = dict.fromkeys(("perplexity", "fidelity", "tasks", "breakdown", "generation", "batching"), value)
     report = sample_report(manifest, metrics=metrics, run={"versions": value}, protocol_record={"texts": value})
     Page(report_page(report, manifest, "not judged"))
     Page(comparison_page(Comparison([Entry(Path("a"), manifest, report)] * 2, ["a", "b"])))
@@ -275,6 +279,15 @@ def test_half_a_character_pair_is_written_as_a_question_mark(manifest: Manifest,
     page = report_page(sample_report(manifest, notes=[json.loads('"half \\ud800"')]), manifest, "x")
     write_page(page, tmp_path / "new" / "page.html")
     assert "half ?" in (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
+
+
+def test_a_written_page_is_the_page_with_its_hash_as_the_last_line(manifest: Manifest, tmp_path: Path) -> None:
+    page = report_page(sample_report(manifest), manifest, verdict_of(manifest))
+    write_page(page, tmp_path / "page.html")
+    written = (tmp_path / "page.html").read_bytes()
+    assert written.startswith(page.encode())
+    assert page_intact(written)
+    assert Page(written.decode()).text == Page(page).text
 
 
 def test_a_page_that_cannot_be_placed_is_one_error(tmp_path: Path) -> None:
@@ -322,8 +335,33 @@ def test_a_page_of_other_bytes_or_of_no_report_is_refused(pristine: Path, tmp_pa
         artifact_page(tmp_path, "quick")
 
 
+def test_answers_stand_side_by_side_and_equal_ones_once(manifest: Manifest) -> None:
+    text = Page(report_page(sample_report(manifest), manifest, verdict_of(manifest))).text
+    assert (
+        "en-claim1 en, the same for 7 tokens The valve? base The valve opens late artifact The valve opens early"
+        in text
+    )
+    assert "en-claim0 en, the same tokens The valve? The valve opens late In a batch" in text
+
+
+def test_more_answers_than_fit_are_one_click_away(manifest: Manifest) -> None:
+    generation = sample_answers()["generation"]
+    metrics = {"generation": generation | {"samples": generation["samples"] * 4}}
+    page = report_page(sample_report(manifest, metrics=metrics), manifest, "x")
+    assert "The other 4 answers" in Page(page).text
+    assert page.count('<div class="transcript">') == 8
+    assert "In a batch" not in Page(page).text
+
+
+def test_white_space_of_an_answer_is_kept(manifest: Manifest) -> None:
+    generation = sample_answers(words="one\n\n  two")["generation"]
+    page = report_page(sample_report(manifest, metrics={"generation": generation}), manifest, "x")
+    assert '<p class="written">one\n\n  two opens late</p>' in page
+
+
 def test_a_page_needs_no_tasks_and_no_breakdown(manifest: Manifest) -> None:
     metrics = {key: value for key, value in sample_metrics().items() if key in {"perplexity", "fidelity"}}
     text = Page(report_page(sample_report(manifest, metrics=metrics), manifest, verdict_of(manifest))).text
     assert "Tasks" not in text
     assert "Where it breaks" not in text
+    assert "Answers" not in text

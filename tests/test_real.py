@@ -14,7 +14,9 @@ from quantkit.chat import render
 from quantkit.checkpoint import load_gguf, open_checkpoint
 from quantkit.demo import base_checkpoint, load_demo
 from quantkit.errors import TextError
+from quantkit.evaluate.generation import continue_alone, continue_in_batch, stop_tokens
 from quantkit.evaluate.loader import load_artifact, load_checkpoint
+from quantkit.evaluate.prompts import load_prompts
 from quantkit.evaluate.protocol import Windows, load_windows
 from quantkit.evaluate.scoring import perplexity_metrics, score_windows
 from quantkit.evaluate.suite import TaskEntry
@@ -160,3 +162,20 @@ def test_the_base_does_a_task_that_two_bits_fail(
         record_property(f"valid entries of 16, {name}", valid[name])
     assert valid["base"] >= 8
     assert valid["two bits"] == 0
+
+
+def test_answers_alone_and_in_a_padded_batch_are_those_of_transformers(base: Path) -> None:
+    checkpoint = open_checkpoint(str(base))
+    model, tokenizer = load_checkpoint(checkpoint), checkpoint.tokenizer()
+    prompts = load_prompts("case-study", tokenizer, 2).items
+    alone = [continue_alone(model, prompt.ids, 8, stop_tokens(checkpoint), keep_logits=True) for prompt in prompts]
+    rechecks = continue_in_batch(model, [prompt.ids for prompt in prompts], alone)
+    assert [row.choices for row in rechecks] == [run.tokens for run in alone]
+    assert max(max(row.differences) for row in rechecks) < 1e-3
+    tokenizer.padding_side = "left"
+    asked = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": prompt.question}] for prompt in prompts],
+        add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
+    )  # fmt: skip
+    theirs = AutoModelForCausalLM.from_pretrained(base).generate(**asked, max_new_tokens=8, do_sample=False)
+    assert [row[asked["input_ids"].shape[1] :].tolist() for row in theirs] == [run.tokens for run in alone]

@@ -346,3 +346,10 @@ def test_the_hash_names_the_values_and_not_their_spelling(tmp_path: Path) -> Non
 def test_scales_take_the_dtype_that_servers_compute_in(source: str, asked: str, scale: str) -> None:
     weights = WeightFormat(bits=3, granularity="group", group_size=32, symmetric=False, scale_dtype=asked)  # type: ignore[arg-type]
     assert weights.scheme(source) == QuantScheme(3, "group", 32, False, scale)
+
+
+@pytest.mark.parametrize("pattern", [r"re:(\w|\.|[a-z]\w)+\d\d$", r"re:(.|\w|[a-z.]+)*\d$"])
+def test_a_pattern_that_backtracks_without_end_is_an_error_and_no_hang(pattern: str) -> None:
+    with pytest.raises(RecipeError, match="takes more than 2 s") as caught:
+        matches(pattern, "model.layers.17.self_attn.q_proj.with.a.long.name.of.many.parts")
+    assert "without nested repeats" in str(caught.value)

@@ -52,6 +52,11 @@ def test_a_metric_is_found_by_its_path_also_where_names_hold_dots(path: str, exp
     assert report().metric(path) == expected
 
 
+def test_an_integer_larger_than_every_float_is_no_metric() -> None:
+    assert report(metrics={"a": 10**400, "b": {"value": -(10**400)}}).metric("a") is None
+    assert report(metrics={"a": 10**400, "b": {"value": -(10**400)}}).metric("b") is None
+
+
 @pytest.mark.parametrize(
     "path", ["", "nothing", "perplexity", "perplexity.wiki-en", "perplexity.wiki", "flag", "text", "fidelity.kl_mean.x"]
 )
@@ -62,7 +67,7 @@ def test_what_is_not_a_number_is_no_metric(path: str) -> None:
 def test_a_report_reads_back_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "quick.json"
     write_report(report(notes=["中文"]), path)
-    assert read_report(path) == report(notes=["中文"])
+    assert read_report(path) == report(notes=["中文"]).sealed()
     assert "中文" in path.read_text(encoding="utf-8")
     assert [child.name for child in path.parent.iterdir()] == ["quick.json"]
 
@@ -71,7 +76,7 @@ def test_a_newer_report_replaces_the_old_one_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "quick.json"
     write_report(report(notes=["a long note " * 100]), path)
     write_report(report(), path)
-    assert read_report(path) == report()
+    assert read_report(path) == report().sealed()
 
 
 def test_a_failing_disk_keeps_the_old_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +89,7 @@ def test_a_failing_disk_keeps_the_old_report(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(ReportError, match=r"quick\.json cannot be written: No space left"):
         write_report(report(notes=["new"]), path)
-    assert read_report(path) == report()
+    assert read_report(path) == report().sealed()
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -109,7 +114,34 @@ def test_a_missing_report_names_the_command_that_makes_it(tmp_path: Path) -> Non
 
 def test_a_report_of_another_version_or_with_unknown_keys_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "quick.json"
-    for change in ({"schema_version": 2}, {"extra": 1}):
+    for change in ({"schema_version": 1}, {"schema_version": 3}, {"schema_version": "2"}, {"extra": 1}):
         path.write_text(json.dumps(report().model_dump(mode="json") | change))
         with pytest.raises(ReportError, match=next(iter(change))):
             read_report(path)
+
+
+def test_every_changed_byte_of_a_report_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "quick.json"
+    write_report(report(), path)
+    original = path.read_bytes()
+    for position in range(len(original)):
+        changed = bytearray(original)
+        changed[position] ^= 1
+        path.write_bytes(changed)
+        with pytest.raises(ReportError, match=r"quick\.json"):
+            read_report(path)
+
+
+def test_a_report_that_was_written_again_in_another_form_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "quick.json"
+    write_report(report(), path)
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    with pytest.raises(ReportError, match="was changed after it was written"):
+        read_report(path)
+
+
+def test_a_report_without_its_hash_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "quick.json"
+    path.write_bytes(report().data)
+    with pytest.raises(ReportError, match="was changed after it was written"):
+        read_report(path)

@@ -1,6 +1,8 @@
 """Strict documents: what YAML is taken, and how a wrong key or value is named."""
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Literal
 
@@ -160,8 +162,8 @@ def test_a_file_is_named_in_its_errors(tmp_path: Path) -> None:
     path.write_text("a: [")
     with pytest.raises(SchemaError, match=r"r\.yaml is not readable YAML"):
         read_yaml(path)
-    path.write_text("#" * ((1 << 20) + 1))
-    with pytest.raises(SchemaError, match="larger than 1048576 bytes"):
+    path.write_text("#" * ((1 << 18) + 1))
+    with pytest.raises(SchemaError, match="larger than 262144 bytes"):
         read_yaml(path)
 
 
@@ -202,3 +204,33 @@ def test_json_that_is_not_there_or_is_a_folder_is_the_callers_error(tmp_path: Pa
         read_json(tmp_path / "gone.json", CheckpointError, "act")
     with pytest.raises(CheckpointError, match="is not readable JSON"):
         read_json(tmp_path, CheckpointError, "act")
+
+
+def test_a_mapping_of_very_many_keys_is_read_in_time_that_grows_with_them() -> None:
+    started = time.monotonic()
+    assert len(parse_yaml("\n".join(f"k{n}: 1" for n in range(15_000)), "d.yaml")) == 15_000
+    assert time.monotonic() - started < 30, "comparing each key with each other took minutes"
+
+
+def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    with pytest.raises(SchemaError, match="no regular file"):
+        read_yaml(tmp_path / "pipe.yaml")
+    with pytest.raises(ReportError, match="no regular file"):
+        read_json(tmp_path / "pipe.yaml", ReportError, "again")
+
+
+def test_json_larger_than_any_document_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    with (tmp_path / "d.json").open("wb") as stream:
+        stream.truncate((1 << 27) + 1)
+    with pytest.raises(ReportError, match="larger than 134217728 bytes"):
+        read_json(tmp_path / "d.json", ReportError, "again")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_json_cannot_hold_is_refused(value: float) -> None:
+    class Holder(Strict):
+        number: float
+
+    with pytest.raises(SchemaError, match="number"):
+        validate(Holder, {"number": value}, "thing.yaml")

@@ -19,7 +19,13 @@ from quantkit.report import write_report
 from quantkit.schema import read_yaml
 from quantkit.schemas import DOCUMENTS, schema_text
 
-FOLDERS = {"recipe": "recipes", "suite": "evals/suites", "policy": "evals/policies", "text": "evals/texts"}
+FOLDERS = {
+    "recipe": "recipes",
+    "suite": "evals/suites",
+    "policy": "evals/policies",
+    "prompts": "evals/prompts",
+    "text": "evals/texts",
+}
 
 
 @pytest.fixture(scope="module")

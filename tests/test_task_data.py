@@ -9,10 +9,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from quantkit.data import data_dir, shipped_names
 from quantkit.errors import TextError
 from quantkit.evaluate.suite import load_suite
+from quantkit.texts import load_text
 
 TASKS = data_dir("evals") / "tasks"
 WRITTEN = sorted(path.stem for path in TASKS.glob("*.jsonl"))
@@ -80,6 +83,7 @@ def test_no_long_run_of_words_stands_in_the_calibration_texts(language: str) -> 
     prompts = json.loads((TASKS / "prompts.json").read_text(encoding="utf-8"))
     texts = [item["text"] for task in WRITTEN for item in items(task) if item["language"] == language]
     texts += [part for heads in prompts.values() for part in heads[language]]
+    texts += [load_text("handbook-zh").joined] if language == "zh" else []
     assert {run for text in texts for run in runs(text, language)} & calibration == set()
 
 
@@ -190,7 +194,23 @@ def test_an_entry_is_judged_by_its_json_schema(entry: Any, valid: int) -> None:
     assert scorers.json_schema({"entry": "HZ-4711"}, [" " + json.dumps(entry)]) == {"valid": valid, "parses": 1}
 
 
-@pytest.mark.parametrize("text", ["", "{", '{"id": "HZ-4711"', json.dumps(ENTRY) + " and more", "```json", "NaN,"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        '{"id": "HZ-4711"',
+        json.dumps(ENTRY) + " and more",
+        "```json",
+        "NaN,",
+        "NaN",
+        "\ufeff{}",
+        "{'id': 1}",
+        '{"id": 1,}',
+        json.dumps({**ENTRY, "likelihood": float("inf")}),
+        json.dumps(ENTRY).replace('"severity"', '"severity": "minor", "severity"'),
+    ],
+)
 def test_what_is_not_json_does_not_parse(text: str) -> None:
     assert scorers.json_schema({"entry": "HZ-4711"}, [text]) == {"valid": 0, "parses": 0}
 
@@ -216,12 +236,26 @@ def test_the_schema_of_an_entry_is_a_schema() -> None:
         ("EV-2100, EV-90170", 0),
         ("EV-2100, EV-901", 0),
         ("EV-2100, DEV-9017", 0),
+        ("EV-2100, EV-9017, EV-90171", 0),
+        ("EV-2100, EV-9017B", 0),
+        ("EV-2100, EV-9017, DR-6032", 0),
+        ("EV-2100, EV-9017, \u0415V-3333", 0),  # its first letter is Cyrillic
+        ("EV-2100, EV-９０１７", 0),
+        ("EV-2100, EV-9017２", 0),
+        ("EV-2100和EV-9017。", 1),
         ("ev-2100, ev-9017", 0),
         ("", 0),
     ],
 )
 def test_references_are_copied_exactly_and_as_a_set(text: str, exact: int) -> None:
     assert scorers.evidence_copy({"references": ["EV-2100", "EV-9017"]}, [text]) == {"exact": exact}
+
+
+def test_listing_every_number_of_the_text_is_not_copying_its_references() -> None:
+    found = [(item, re.findall(r"[A-Z]{2}-\d{4}", item["text"])) for item in items("quantkit_evidence_copy")]
+    with_others = [(item, tags) for item, tags in found if len(tags) > 2]
+    assert len(with_others) > 100
+    assert not any(scorers.evidence_copy(item, [", ".join(tags)])["exact"] for item, tags in with_others)
 
 
 RECORD = "Severity: minor\nEvidence: EV-2100\nStatus: open"
@@ -266,6 +300,20 @@ def test_a_chinese_record_takes_either_colon_and_comma() -> None:
 )
 def test_the_first_number_is_the_code(text: str, exact: int) -> None:
     assert scorers.retrieval({"code": "4711"}, [text]) == {"exact": exact}
+
+
+ODD = st.text() | st.text(alphabet="EV-2100,，: ：\n{}[]\"０１\u2028\ud800eNaInf.+") | st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda part: st.lists(part) | st.dictionaries(st.sampled_from([*ENTRY, "", "x"]), part),
+).map(json.dumps)  # fmt: skip
+
+
+@given(output=ODD, language=st.sampled_from(["en", "zh"]))
+@settings(max_examples=60, deadline=None)
+def test_whatever_a_model_writes_is_scored_right_or_wrong(output: str, language: str) -> None:
+    item = {"language": language, "references": ["EV-2100"], "entry": "HZ-4711", "code": "4711"}
+    for score in (scorers.json_schema, scorers.evidence_copy, scorers.domain_check, scorers.retrieval):
+        assert set(score(item, [output]).values()) <= {0, 1}
 
 
 # Public tasks and the suite

@@ -1,9 +1,11 @@
 """Token tables: full windows, and a BOS by a stated rule that never doubles one."""
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from quantkit.texts import Text
-from quantkit.tokens import token_table
+from quantkit.tokens import prefix_rule, token_table
 from tests.zoo import byte_tokenizer
 
 BOS = 1  # of the byte tokenizer
@@ -39,3 +41,10 @@ def test_a_bos_that_the_text_writes_inside_a_window_stays() -> None:
 @pytest.mark.parametrize(("text", "rest"), [("", 0), (WRITTEN, 1), (f"{WRITTEN}ab", 3), ("ab", 2)])
 def test_too_little_text_fills_no_window(text: str, rest: int) -> None:
     assert windows(text, "once") == ([], rest)
+
+
+def test_a_tokenizer_that_spells_nothing_of_a_text_puts_no_bos_before_it() -> None:
+    letters = Tokenizer(models.BPE(vocab={"<s>": 0, "v": 1}, merges=[]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>")  # noqa: S106
+    assert tokenizer("a")["input_ids"] == []
+    assert prefix_rule(tokenizer, "auto") == "none"

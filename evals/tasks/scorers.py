@@ -13,7 +13,8 @@ import jsonschema
 HERE = Path(__file__).resolve().parent
 ENTRY: dict[str, Any] = json.loads((HERE / "hazard-entry.schema.json").read_text(encoding="utf-8"))
 
-REFERENCE = re.compile(r"(?<![A-Za-z0-9])EV-\d{4}(?!\d)")
+# Whatever looks like the number of a document: a reference with a letter too many is another one, and so is a drawing.
+TAG = re.compile(r"(?<![A-Za-z\d])[A-Z]+-\d[A-Za-z\d]*")
 # Field names of a record with their allowed words; None: references of the register.
 RECORD: dict[str, dict[str, tuple[str, ...] | None]] = {
     "en": {
@@ -38,17 +39,27 @@ def entry_schema(item: Item) -> dict[str, Any]:
 
 
 def json_schema(item: Item, outputs: list[str]) -> Metrics:
-    """parses: the output is JSON. valid: it is an entry with the note's number, by its JSON Schema."""
+    """parses: the output is JSON, each key once. valid: it is an entry with the note's number, by its JSON Schema."""
     try:
-        entry = json.loads(outputs[0])
+        entry = json.loads(outputs[0], parse_constant=_refuse, object_pairs_hook=_once)
     except (ValueError, RecursionError):
         return {"valid": 0, "parses": 0}
     return {"valid": int(jsonschema.Draft202012Validator(entry_schema(item)).is_valid(entry)), "parses": 1}
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key stands twice")
+    return dict(pairs)
+
+
 def evidence_copy(item: Item, outputs: list[str]) -> Metrics:
-    """exact: the output's references are those of the text, as a set."""
-    found = set(REFERENCE.findall(outputs[0]))
+    """exact: the output's references are those of the text, as a set, and it names no other document."""
+    found = set(TAG.findall(outputs[0]))
     return {"exact": int(found == set(item["references"]))}
 
 

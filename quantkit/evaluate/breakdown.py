@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from quantkit.evaluate.scoring import Array, Scores
+from quantkit.evaluate.scoring import LARGEST_LOSS, Array, Scores
 from quantkit.evaluate.uncertainty import LEVEL, SEED, Draws, draw
 
 # The first number of preceding tokens of each position bucket; the last one is open. No suite moves them, so that a
@@ -26,20 +26,24 @@ KL_EDGES = tuple(float(f"{10 ** (step / 4):.6g}") for step in range(-24, 5))
 WORST = 8
 OPENING = 80
 
-# Characters that belong to one script of East Asia: radicals, kana, Han, Hangul, and their extensions.
+# Characters that belong to one script of East Asia: radicals, kana, Han, Hangul, their extensions and narrow forms.
 _CJK = (
+    (0x1100, 0x11FF),
     (0x2E80, 0x2FDF),
+    (0x3005, 0x3007),
     (0x3040, 0x30FF),
+    (0x3130, 0x318F),
     (0x3400, 0x4DBF),
     (0x4E00, 0x9FFF),
-    (0xAC00, 0xD7AF),
+    (0xA960, 0xA97F),
+    (0xAC00, 0xD7FF),
     (0xF900, 0xFAFF),
+    (0xFF66, 0xFFDC),
     (0x20000, 0x3FFFF),
 )
 _BROKEN = "\ufffd"  # what a decoder writes for bytes that spell no character
 # A character has at most four bytes, and tokens at both ends of a run may hold a part of a neighbour.
 _LONGEST_RUN = 8
-_LARGEST_LOSS = 700.0  # nats; exp of more is no float
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ class _Groups:
         return {
             "kl_mean": mean("kl"),
             "top1": mean("top1"),
-            "ratio": {end: math.exp(min(value, _LARGEST_LOSS)) for end, value in mean("loss").items()},
+            "ratio": {end: math.exp(min(value, LARGEST_LOSS)) for end, value in mean("loss").items()},
             "tokens": int(counts.sum()),
         }
 

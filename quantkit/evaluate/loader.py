@@ -1,12 +1,14 @@
 """A model that computes from the packed file: codes stay packed in memory and are unpacked one layer at a time.
 
-Of an embedding only the rows that are looked up are unpacked.
+Of an embedding only the rows that are looked up are unpacked. Steps of decoding may use torch's packed kernels instead.
 
 The reference loader of the format is never called: what is measured is our reading of the bytes, and tests hold it
 against an independent decoder and against transformers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from quantkit.algorithms.smoothquant import token_codes
 from quantkit.blocks import build_skeleton, is_lookup
 from quantkit.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
 from quantkit.errors import ArtifactError, CheckpointError
+from quantkit.evaluate.kernels import Kernel, packed_kernel
 from quantkit.formats import Format, format_of
 from quantkit.loading import fill_parameters
 from quantkit.manifest import MANIFEST_FILE, LayerRecord, read_manifest
@@ -77,8 +80,29 @@ class PackedEmbedding(Packed):
         return dequantize(rows, self.dtype, self.arithmetic).reshape(*ids.shape, self.embedding_dim)
 
 
+@dataclass
+class Room:
+    """Bytes that unpacked weights may still take."""
+
+    left: int
+
+    def take(self, size: int) -> bool:
+        fits = size <= self.left
+        self.left -= size if fits else 0
+        return fits
+
+
 class PackedLinear(Packed):
-    """A linear of packed weights: each forward unpacks the layer, multiplies, and forgets it."""
+    """A linear of packed weights: each forward unpacks the layer, multiplies, and forgets it.
+
+    room: while there is some, the layer remembers its unpacked weight instead. Layers run in turn, so those that came
+    first stay: the next one wanted is always the one not used for longest. fast: a forward of one token a sequence, in
+    bfloat16, takes a packed kernel where there is one. The kernel is made at the first such forward, and holds the
+    codes a second time.
+    """
+
+    fast = False
+    room = Room(0)
 
     def __init__(
         self,
@@ -91,9 +115,31 @@ class PackedLinear(Packed):
         super().__init__(stored, format, scheme, dense.weight.dtype, arithmetic)
         self.out_features, self.in_features = dense.out_features, dense.in_features
         self.bias = dense.bias
+        self._unpacked: torch.Tensor | None = None
+        self._kernel: Kernel | None = None
+        self._sought = False
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(inputs, self.weight, self.bias)
+        kernel = self.kernel() if self.fast and _is_step(inputs) else None
+        if kernel is None:
+            return nn.functional.linear(inputs, self._dense(), self.bias)
+        outputs = kernel(inputs.reshape(-1, self.in_features)).reshape(*inputs.shape[:-1], -1)
+        return outputs if self.bias is None else outputs + self.bias
+
+    def _dense(self) -> torch.Tensor:
+        if self._unpacked is not None:
+            return self._unpacked
+        weight = self.weight
+        if self.room.take(weight.nbytes):
+            self._unpacked = weight
+        return weight
+
+    def kernel(self) -> Kernel | None:
+        """The packed kernel of this weight, or None where there is none."""
+        if not self._sought:
+            self._kernel = packed_kernel(self.format.unpack(self.stored, self.scheme))
+            self._sought = True
+        return self._kernel
 
 
 class Int8Linear(PackedLinear):
@@ -119,12 +165,16 @@ def load_artifact(
     *,
     dtype: torch.dtype | None = None,
     arithmetic: str = "exact",
+    fast: bool = False,
+    keep: int = 0,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """The model of an artifact, its quantised layers packed in memory.
 
     dtype: of activations and kept tensors, default the checkpoint's. arithmetic: "exact" multiplies codes and scales in
-    float32; "stored" in the dtype of the stored scales, as readers do that decode on load.
+    float32; "stored" in the dtype of the stored scales, as readers do that decode on load. fast: decode with torch's
+    packed kernels on the CPU, which are close to exact; only in bfloat16, and only where there is a kernel. keep: bytes
+    of unpacked weights that may stay in memory, which changes speed alone.
 
     Raises ArtifactError (no manifest, tensors missing or not fitting) and CheckpointError (broken weight files).
     """
@@ -153,7 +203,30 @@ def load_artifact(
         stored = _take_layer(entries, layer, stored_in, path)
         setattr(parent, leaf, _packed(stored, stored_in, scheme, dense, product))
     _load_dense(model, entries, checkpoint)
+    room = Room(keep)
+    for module in model.modules():
+        if type(module) is PackedLinear:  # integer products are fast as they are
+            module.fast = fast and device == "cpu" and module.dtype is torch.bfloat16
+            module.room = room
     return model.to(device).eval()
+
+
+@contextmanager
+def exactly(model: nn.Module) -> Iterator[None]:
+    """Inside, no layer of `model` takes a packed kernel."""
+    layers = fast_layers(model)
+    try:
+        for layer in layers:
+            layer.fast = False
+        yield
+    finally:
+        for layer in layers:
+            layer.fast = True
+
+
+def fast_layers(model: nn.Module) -> list[PackedLinear]:
+    """The layers that take a packed kernel where there is one."""
+    return [module for module in model.modules() if isinstance(module, PackedLinear) and module.fast]
 
 
 def load_checkpoint(
@@ -181,6 +254,11 @@ def _packed(
         return PackedEmbedding(stored, format, scheme, dense, arithmetic)
     kind = Int8Linear if format.int8_activations else PackedLinear
     return kind(stored, format, scheme, dense, arithmetic)
+
+
+def _is_step(inputs: torch.Tensor) -> bool:
+    """Whether these are inputs `[..., tokens, in]` of one token a sequence that packed kernels take."""
+    return inputs.dim() > 1 and inputs.shape[-2] == 1 and inputs.dtype == torch.bfloat16
 
 
 def _take_layer(

@@ -6,6 +6,7 @@ of a drop or a ratio is that of pairs. A drop is positive where the artifact is 
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,10 +120,16 @@ def _margin(draws: Draws, options: list[list[float]], reference: list[list[float
     held = np.array([_lead(scores, _best(before)) for scores, before in zip(options, reference, strict=True)])
     found["reference"] = estimate(draws, lambda rows: float(expected[rows].mean()))
     found["drop"] = estimate(draws, lambda rows: float(expected[rows].mean() - own[rows].mean()))
-    if expected.min() > 0:  # else a resample may divide by zero
-        found["ratio"] = estimate(draws, lambda rows: float(own[rows].mean() / expected[rows].mean()))
-        found["kept"] = estimate(draws, lambda rows: float(held[rows].mean() / expected[rows].mean()))
+    for name, leads in (("ratio", own), ("kept", held)):
+        share = _estimate(draws, _share_of(leads, expected), drawn=True)
+        if share is not None:
+            found[name] = share
     return found
+
+
+def _share_of(leads: Array, expected: Array) -> Callable[[Draws], float]:
+    """Mean over mean. Python's division: documents that are all ties divide by zero, which is no number."""
+    return lambda rows: float(leads[rows].mean()) / float(expected[rows].mean())
 
 
 def _best(scores: Sequence[float]) -> int:
@@ -143,12 +150,15 @@ def _statistic(rule: Rule, items: list[Any]) -> Callable[[Draws], float]:
 
 
 def _estimate(draws: Draws, statistic: Callable[[Draws], float], drawn: bool) -> dict[str, float] | None:
-    """The statistic, with its interval where it can be drawn; None where it is no finite number, as exp(1000)."""
-    try:
-        found = estimate(draws, statistic) if drawn else {"value": statistic(np.arange(draws.shape[1]))}
-    except (ArithmeticError, ValueError, TypeError):
-        return None
-    return found if all(map(math.isfinite, found.values())) else None
+    """The statistic, with its interval where every draw has a number; None where it is no finite one, as exp(1000)."""
+    ways: list[Callable[[], dict[str, float]]] = [lambda: estimate(draws, statistic)] if drawn else []
+    ways.append(lambda: {"value": float(statistic(np.arange(draws.shape[1])))})
+    for way in ways:
+        with suppress(ArithmeticError, ValueError, TypeError), np.errstate(invalid="ignore"):
+            found = way()
+            if all(map(math.isfinite, found.values())):
+                return found
+    return None
 
 
 def _can_be_drawn(items: list[Any]) -> bool:

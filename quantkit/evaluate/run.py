@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property, partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,14 +12,20 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quantkit.artifact import verify
+from quantkit.canonical import sha256_json
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, ReportError
 from quantkit.evaluate.breakdown import breakdown, read_part
+from quantkit.evaluate.decoding import compared_steps, decoding_metrics
+from quantkit.evaluate.generation import Continuation
+from quantkit.evaluate.kept import Kept
 from quantkit.evaluate.loader import is_artifact, load_artifact, load_checkpoint
+from quantkit.evaluate.outcomes import Outcome
 from quantkit.evaluate.protocol import Windows, load_windows, protocol_hash, protocol_record
-from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows
-from quantkit.evaluate.suite import Corpus, Suite
-from quantkit.evaluate.uncertainty import RESAMPLES, SEED
+from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows, window_logits
+from quantkit.evaluate.serving import Serving, continuations, load_serving, measure_serving
+from quantkit.evaluate.suite import Suite
+from quantkit.evaluate.uncertainty import BOOTSTRAP
 from quantkit.manifest import RUN_FILE, files_identity, read_manifest
 from quantkit.pipeline import peak_resident_bytes, source_files
 from quantkit.report import REPORT_VERSION, Report, Subject, SuiteRecord
@@ -26,6 +33,9 @@ from quantkit.schema import read_json
 
 if TYPE_CHECKING:
     from quantkit.evaluate.tasks import LoadedTask
+
+# Bytes of unpacked weights that stay in memory: small models then run like dense ones, large ones a little faster.
+_KEPT = 2 << 30
 
 # Told the total number of windows and answers once, then called after each.
 Progress = Callable[[int | None], None]
@@ -59,27 +69,40 @@ def evaluate(
     beside, notes = _open_reference(model, reference, opened, trust_remote_code)
     if suite.fidelity is not None and beside is None:
         notes.append("fidelity was not measured: there is no reference")
+    if suite.generation is not None and beside is None:
+        notes.append("answers were not compared: there is no reference")
     limited = suite.limited(limit)
     tokenizer = opened.checkpoint.tokenizer()
-    corpora = _corpora(limited, beside is not None)
+    corpora = limited.corpora(beside is not None)
     windows = {key: load_windows(c.text, tokenizer, c.windows, c.length, suite.bos) for key, c in corpora.items()}
+    notes += _too_long(windows, opened.checkpoint)
     if beside is not None:
         _check_vocabulary(opened, beside)
     tasks = _load_tasks(limited, opened.checkpoint)
+    serving = load_serving(limited.generation, opened.checkpoint, tokenizer) if limited.generation else None
     subject = opened.load(None)
-    expected = None if beside is None else beside.load(subject.dtype)
+    expected = None if beside is None else _Reference(beside, subject.dtype, opened.checkpoint)
     answers = sum(task.requests for task in tasks) * (1 if beside is None else 2)
-    progress(sum(len(part.ids) for part in windows.values()) + answers)
-    scores = {key: score_windows(subject, part.ids, expected, lambda: progress(None)) for key, part in windows.items()}
+    asked = answers + (0 if serving is None else serving.answers(1 if beside is None else 2))
+    steps = compared_steps(subject, _decoded(windows)) if asked else 0
+    progress(sum(len(part.ids) for part in windows.values()) + asked + steps)
+    tick = partial(progress, None)
+    logits = None if expected is None else expected.logits
+    scores = {key: score_windows(subject, part.ids, logits, tick) for key, part in windows.items()}
     metrics = _metrics(limited, scores, beside is not None)
     if beside is not None:
         metrics["breakdown"] = _breakdown(limited, scores, windows, tokenizer)
-    record = protocol_record(windows, subject.dtype, {"resamples": RESAMPLES, "seed": SEED})
+    record = protocol_record(windows, subject.dtype, BOOTSTRAP)
+    if serving is not None:
+        before = None if expected is None else expected.continuations(serving, tick)
+        metrics |= measure_serving(serving, subject, before, tokenizer.decode, tick)
+        record["generation"] = serving.rules
     if tasks:
-        models = [(subject, opened.checkpoint)]
-        if beside is not None and expected is not None:
-            models.append((expected, beside.checkpoint))
-        notes += _measure_tasks(tasks, models, metrics, record, lambda: progress(None))
+        notes += _measure_tasks(tasks, subject, opened.checkpoint, expected, metrics, record, tick)
+    if asked:
+        record["decoding"] = "packed kernels" if steps else "exact"
+    if steps:
+        metrics["decoding"] = decoding_metrics(subject, _decoded(windows), tick)
     return Report(
         schema_version=REPORT_VERSION,
         identity=opened.subject.identity,
@@ -90,8 +113,10 @@ def evaluate(
         protocol_record=record,
         metrics=metrics,
         notes=notes,
-        run=_run(started, windows) | ({"task_answers": answers} if tasks else {}),
-    )
+        run=_run(started, windows)
+        | ({"task_answers": answers} if tasks else {})
+        | ({} if expected is None else {"reference_answers_kept": expected.kept.found}),
+    ).sealed()
 
 
 def open_model(model: str, trust_remote_code: bool = False) -> Opened:
@@ -114,7 +139,9 @@ def open_model(model: str, trust_remote_code: bool = False) -> Opened:
     subject = Subject(kind="artifact", name=path.resolve().name, identity=read_manifest(path).identity)
     checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
     return Opened(
-        subject, checkpoint, lambda dtype: load_artifact(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        subject,
+        checkpoint,
+        lambda dtype: load_artifact(path, dtype=dtype, fast=True, keep=_KEPT, trust_remote_code=trust_remote_code),
     )
 
 
@@ -139,6 +166,17 @@ def _open_reference(
     return found, []
 
 
+def _too_long(windows: dict[str, Windows], checkpoint: Checkpoint) -> list[str]:
+    """Notes on windows beyond the positions that the model knows: rotary ones are computed there all the same."""
+    known = getattr(checkpoint.config.get_text_config(), "max_position_embeddings", None)
+    lengths = {key: part.ids.shape[1] for key, part in windows.items()}
+    return [
+        f"text {key}: windows of {length} tokens are longer than the model's {known} positions"
+        for key, length in lengths.items()
+        if isinstance(known, int) and length > known
+    ]
+
+
 def _check_vocabulary(opened: Opened, beside: Opened) -> None:
     sizes = [part.checkpoint.config.get_text_config().vocab_size for part in (opened, beside)]
     if sizes[0] != sizes[1]:
@@ -154,25 +192,12 @@ def _check_vocabulary(opened: Opened, beside: Opened) -> None:
         )
 
 
-def _corpora(suite: Suite, with_reference: bool) -> dict[str, Corpus]:
-    """What is scored, by key. The fidelity corpus shares its run with perplexity where text and windows agree."""
-    corpora = {corpus.text: corpus for corpus in suite.perplexity}
-    if suite.fidelity is not None and with_reference and suite.fidelity not in corpora.values():
-        corpora[_fidelity_key(suite)] = suite.fidelity
-    return corpora
-
-
-def _fidelity_key(suite: Suite) -> str:
-    assert suite.fidelity is not None
-    return suite.fidelity.text if suite.fidelity in suite.perplexity else f"fidelity:{suite.fidelity.text}"
-
-
 def _metrics(suite: Suite, scores: dict[str, Scores], with_reference: bool) -> dict[str, Any]:
     metrics: dict[str, Any] = {
         "perplexity": {corpus.text: perplexity_metrics(scores[corpus.text]) for corpus in suite.perplexity}
     }
     if suite.fidelity is not None and with_reference:
-        metrics["fidelity"] = fidelity_metrics(scores[_fidelity_key(suite)])
+        metrics["fidelity"] = fidelity_metrics(scores[suite.fidelity_key])
     return metrics
 
 
@@ -182,7 +207,7 @@ def _breakdown(
     """Where it breaks, over every text once: in its windows for perplexity, where it has other ones for fidelity."""
     keys = {corpus.text: corpus.text for corpus in suite.perplexity}
     if suite.fidelity is not None:
-        keys.setdefault(suite.fidelity.text, _fidelity_key(suite))
+        keys.setdefault(suite.fidelity.text, suite.fidelity_key)
     special = frozenset(tokenizer.all_special_ids)
     return breakdown(
         [
@@ -203,21 +228,90 @@ def _load_tasks(suite: Suite, checkpoint: Checkpoint) -> list["LoadedTask"]:
     return load_tasks(suite.task_entries, checkpoint)
 
 
+class _Reference:
+    """The model that a subject is compared with: asked only what it has not been asked before, loaded only for that.
+
+    reader: the subject's checkpoint, whose tokenizer reads for both.
+    """
+
+    def __init__(self, opened: Opened, dtype: torch.dtype, reader: Checkpoint) -> None:
+        self._opened, self._dtype, self._reader = opened, dtype, reader
+        self.kept = Kept(opened.subject.identity, dtype)
+        self.logits = self.kept.logits(lambda window: window_logits(self._model, window))
+
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        return self._opened.load(self._dtype)
+
+    def outcome(self, task: "LoadedTask", tick: Callable[[], None]) -> Outcome:
+        """What it does on a task."""
+        from quantkit.evaluate.tasks import run_tasks
+
+        tokenizer = self._reader.tokenizer()  # a new one: lm-eval may give it a padding token
+        question = {"task": task.name, "limit": task.limit, "rules": task.rules, "tokenizer": _reading_of(tokenizer)}
+
+        def ask(told: Callable[[], None]) -> dict[str, Any]:
+            return vars(run_tasks(self._model, self._opened.checkpoint, tokenizer, [task], told)[task.name])
+
+        return Outcome(**self._asked(question, ask, task.requests, tick))
+
+    def continuations(self, serving: Serving, tick: Callable[[], None]) -> list[Continuation]:
+        """What it writes after each prompt."""
+        question = {"generation": serving.rules, "prompts": [list(prompt.ids) for prompt in serving.prompts]}
+
+        def ask(told: Callable[[], None]) -> list[dict[str, Any]]:
+            return [vars(run) for run in continuations(serving, self._model, told)]
+
+        return [Continuation(**run) for run in self._asked(question, ask, len(serving.prompts), tick)]
+
+    def _asked(
+        self, question: Any, ask: Callable[[Callable[[], None]], Any], answers: int, tick: Callable[[], None]
+    ) -> Any:
+        """What `ask` gives, or gave before; `tick` is called once an answer either way."""
+        done = 0
+
+        def told() -> None:
+            nonlocal done
+            done += 1
+            tick()
+
+        found = self.kept.document(question, lambda: ask(told))
+        for _ in range(answers - done):
+            tick()
+        return found
+
+
+def _reading_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of everything that a tokenizer does to text."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    rules = backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items())
+    return sha256_json(
+        [type(tokenizer).__name__, rules, str(tokenizer.special_tokens_map), str(tokenizer.chat_template)]
+    )
+
+
 def _measure_tasks(
     tasks: list["LoadedTask"],
-    models: list[tuple[PreTrainedModel, Checkpoint]],
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    reference: _Reference | None,
     metrics: dict[str, Any],
     record: dict[str, Any],
     tick: Callable[[], None],
 ) -> list[str]:
-    """Add the tasks to metrics and protocol record. models: the subject, then the reference. Returns notes."""
+    """Add the tasks to metrics and protocol record. Returns notes."""
     from quantkit.evaluate.tasks import run_tasks, tasks_metrics, tasks_record
 
-    tokenizer = models[0][1].tokenizer()  # one for both, as for the windows; lm-eval may give it a padding token
-    outcomes = [run_tasks(model, checkpoint, tokenizer, tasks, tick) for model, checkpoint in models]
-    metrics["tasks"], notes = tasks_metrics(tasks, outcomes[0], outcomes[1] if len(outcomes) > 1 else None)
+    found = run_tasks(model, checkpoint, checkpoint.tokenizer(), tasks, tick)
+    beside = None if reference is None else {task.name: reference.outcome(task, tick) for task in tasks}
+    metrics["tasks"], notes = tasks_metrics(tasks, found, beside)
     record |= tasks_record(tasks)
     return notes
+
+
+def _decoded(windows: dict[str, Windows]) -> list[torch.Tensor]:
+    """The windows on which ways of decoding are compared: the first of each text."""
+    return [part.ids[0] for part in windows.values()]
 
 
 def _run(started: float, windows: dict[str, Windows]) -> dict[str, Any]:

@@ -7,10 +7,12 @@ probability sum(min(p, q)) that a speculative sampler would accept q's token in 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from quantkit.errors import CheckpointError, NumericsError
@@ -18,8 +20,11 @@ from quantkit.evaluate.uncertainty import Draws, draw, estimate
 
 # Rows of logits that are turned into probabilities at a time: 128 rows of a 150,000-word vocabulary are 77 MB.
 _ROWS = 128
+LARGEST_LOSS = 700.0  # nats; exp of more is no float, and a report holds numbers alone
 
 Array = np.ndarray[Any, Any]
+# Logits `[length - 1, vocabulary]` of the window of token ids `[length]`.
+Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -37,22 +42,33 @@ class Scores:
 def score_windows(
     model: PreTrainedModel,
     ids: torch.Tensor,
-    reference: PreTrainedModel | None = None,
+    reference: PreTrainedModel | Logits | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> Scores:
-    """Score each window of `ids` (`[windows, length]`) on its own. Raises NumericsError where a logit is not finite."""
+    """Score each window of `ids` (`[windows, length]`) on its own.
+
+    reference: a model, or what gives the logits of one. Raises NumericsError where a logit, or a score made of it, is
+    not finite.
+    """
     columns: dict[str, list[Array]] = {}
+    beside = partial(window_logits, reference) if isinstance(reference, nn.Module) else reference
     for window in ids:
-        logits = _logits(model, window)
-        expected = None if reference is None else _logits(reference, window)
-        for name, values in _score_window(logits, expected, window[1:]).items():
+        logits = window_logits(model, window)
+        expected = None if beside is None else beside(window)
+        for name, values in score_rows(logits, expected, window[1:]).items():
+            if not np.isfinite(values).all():
+                raise NumericsError("logits lie further apart than float32 holds", "lower the damage of the recipe")
             columns.setdefault(name, []).append(values)
         progress()
     return Scores(**{name: np.stack(values) for name, values in columns.items()})
 
 
-def _logits(model: PreTrainedModel, window: torch.Tensor) -> torch.Tensor:
-    """Logits of all predictions but the last, `[length - 1, vocabulary]`, in the model's dtype."""
+def window_logits(model: PreTrainedModel, window: torch.Tensor) -> torch.Tensor:
+    """Logits of all predictions of `window` `[length]` but the last, `[length - 1, vocabulary]`, in the model's dtype.
+
+    Raises CheckpointError for a window or a token that the model has no row for, NumericsError for logits that are not
+    finite.
+    """
     try:
         logits = model(input_ids=window.unsqueeze(0).to(model.device), use_cache=False).logits[0, :-1].cpu()
     except IndexError:
@@ -65,7 +81,8 @@ def _logits(model: PreTrainedModel, window: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def _score_window(logits: torch.Tensor, expected: torch.Tensor | None, labels: torch.Tensor) -> dict[str, Array]:
+def score_rows(logits: torch.Tensor, expected: torch.Tensor | None, labels: torch.Tensor) -> dict[str, Array]:
+    """The fields of `Scores` for rows of logits `[n, vocabulary]` and labels `[n]`, each `[n]`."""
     parts: dict[str, list[torch.Tensor]] = {}
     for start in range(0, len(labels), _ROWS):
         rows = slice(start, start + _ROWS)
@@ -112,7 +129,7 @@ def fidelity_metrics(scores: Scores) -> dict[str, Any]:
 
 
 def _perplexity(nll: Array, windows: Draws) -> float:
-    return float(np.exp(nll.mean(axis=1)[windows].mean()))
+    return float(np.exp(min(nll.mean(axis=1)[windows].mean(), LARGEST_LOSS)))
 
 
 def _mean_of(values: Array) -> Callable[[Draws], float]:

@@ -1,4 +1,4 @@
-"""Suites: which texts are scored, in how many windows of what length, and which tasks are done."""
+"""Suites: which texts are scored, in how many windows of what length, which tasks are done, what is generated."""
 
 from typing import Annotated
 
@@ -29,6 +29,18 @@ class TaskEntry(Strict):
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
 
 
+class Generation(Strict):
+    """A set of prompts by name or path, the first so many of them (null: all), each continued by at most new_tokens.
+
+    batch: each is also asked in a padded batch of so many; null leaves that out.
+    """
+
+    prompts: str
+    limit: Annotated[int, Field(ge=1)] | None = None
+    new_tokens: Annotated[int, Field(ge=1)]
+    batch: Annotated[int, Field(ge=2)] | None = None
+
+
 class Suite(Strict):
     """A whole suite. A text in both lists with the same windows is scored once; a task may be just a name."""
 
@@ -38,6 +50,7 @@ class Suite(Strict):
     perplexity: Annotated[list[Corpus], Field(min_length=1)]
     fidelity: Corpus | None = None
     tasks: list[str | TaskEntry] = []
+    generation: Generation | None = None
 
     @model_validator(mode="after")
     def _texts_and_tasks_are_named_once(self) -> "Suite":
@@ -53,11 +66,26 @@ class Suite(Strict):
 
     @property
     def sha256(self) -> str:
-        # A suite without tasks keeps the hash that it had before there were any, and so do the reports made with it.
-        return sha256_json(self.model_dump(mode="json", exclude=None if self.tasks else {"tasks"}))
+        # A suite without tasks keeps the hash that it had before there were any, and so do the reports made with it;
+        # so does one that generates nothing.
+        absent = {name for name in ("tasks", "generation") if not getattr(self, name)}
+        return sha256_json(self.model_dump(mode="json", exclude=absent))
+
+    @property
+    def fidelity_key(self) -> str:
+        """Under which key the fidelity corpus is scored: that of the perplexity entry with which it shares its run."""
+        assert self.fidelity is not None
+        return self.fidelity.text if self.fidelity in self.perplexity else f"fidelity:{self.fidelity.text}"
+
+    def corpora(self, with_reference: bool) -> dict[str, Corpus]:
+        """What is scored, by key. Fidelity needs a reference."""
+        corpora = {corpus.text: corpus for corpus in self.perplexity}
+        if self.fidelity is not None and with_reference:
+            corpora.setdefault(self.fidelity_key, self.fidelity)
+        return corpora
 
     def limited(self, limit: int | None) -> "Suite":
-        """At most `limit` windows of each text and documents of each task. Raises UsageError for a limit below one."""
+        """At most `limit` windows of each text, documents of each task, and prompts. Raises UsageError below one."""
         if limit is None:
             return self
         if limit < 1:
@@ -69,6 +97,8 @@ class Suite(Strict):
             entry.model_copy(update={"limit": min(entry.limit or limit, limit)}).model_dump()
             for entry in self.task_entries
         ]
+        if values["generation"]:
+            values["generation"]["limit"] = min(values["generation"]["limit"] or limit, limit)
         return Suite(**values)
 
 

@@ -48,7 +48,7 @@ class LoadedTask:
 
     requests: questions to the model, several a document where it chooses. batch: how many it answers at a time. cut:
     prompts that are longer than the model's context, of which lm-eval drops the beginning. rules: what enters the
-    protocol.
+    protocol. parts: indices of the documents by the value of a field, `{by_language: {en: [0, 2]}}`.
     """
 
     name: str
@@ -58,6 +58,7 @@ class LoadedTask:
     batch: int
     cut: int
     rules: dict[str, Any]
+    parts: dict[str, dict[str, list[int]]]
 
 
 class LoadedModel(HFLM):  # type: ignore[misc]
@@ -147,7 +148,7 @@ def tasks_metrics(
         outcome = outcomes[loaded.name]
         beside = None if reference is None else reference[loaded.name]
         rules = _rules(loaded.task, outcome)
-        metrics[loaded.name] = task_metrics(outcome, beside, rules, _parts(loaded))
+        metrics[loaded.name] = task_metrics(outcome, beside, rules, loaded.parts)
         if loaded.cut:
             notes.append(f"task {loaded.name}: {loaded.cut} prompts exceed the model's context and lost their start")
         lost = [name for name in rules if name not in metrics[loaded.name]]
@@ -186,7 +187,7 @@ def _load_entry(
     except Exception as error:  # the library, and every task's own code, raise almost anything here
         raise TaskError(
             f"task {entry.name} cannot be loaded ({first_line(error)})",
-            "check the network, or use a task whose data is local",
+            "check the network where its data is on a hub, else its file and documents",
         ) from None
 
 
@@ -203,6 +204,7 @@ def _prepare(name: str, task: Any, entry: TaskEntry, tokenizer: PreTrainedTokeni
     kinds = {instance.request_type for instance in task.instances}
     tokens = [_tokens(instance, tokenizer) for instance in task.instances]
     rolling = "loglikelihood_rolling" in kinds  # which walks over a long text in windows
+    _refuse_long_answers(name, task, tokenizer, length)
     longest = min(max(tokens), length)
     batch = max(1, min(_ROWS, min(_TOKENS[kind] for kind in kinds) // longest))
     documents = len({instance.doc_id for instance in task.instances})
@@ -216,7 +218,7 @@ def _prepare(name: str, task: Any, entry: TaskEntry, tokenizer: PreTrainedTokeni
         "config": _configuration(task),
     }
     cut = 0 if rolling else sum(count > length for count in tokens)
-    return LoadedTask(name, task, entry.limit, len(task.instances), batch, cut, rules)
+    return LoadedTask(name, task, entry.limit, len(task.instances), batch, cut, rules, _parts(name, task, entry.limit))
 
 
 def _refuse(name: str, task: Any) -> None:
@@ -226,19 +228,34 @@ def _refuse(name: str, task: Any) -> None:
         raise TaskError(f"task {name} runs code that the model writes", "run it with lm-eval in a sandbox")
 
 
+def _refuse_long_answers(name: str, task: Any, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
+    """lm-eval cuts a prompt that is too long, never an answer."""
+    for instance in task.instances:
+        answer = instance.args[1] if len(instance.args) > 1 else ""
+        if isinstance(answer, Mapping):
+            needed = answer.get("max_gen_toks", 256) + 1  # and one of the prompt
+        else:
+            needed = len(tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
+        if needed > length:
+            raise TaskError(
+                f"task {name} has an answer of {needed} tokens, the model's context is {length}",
+                "leave that document out, or ask for shorter answers",
+            )
+
+
 def _tokens(instance: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of a prompt with its answer, or with the room that the answer may take."""
     texts = [part for part in instance.args if isinstance(part, str)]
     room = sum(part.get("max_gen_toks", 256) for part in instance.args if isinstance(part, dict))
-    return len(tokenizer("".join(texts))["input_ids"]) + room
+    return len(tokenizer("".join(texts), verbose=False)["input_ids"]) + room
 
 
 def _run(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, loaded: LoadedTask, tick: Callable[[], None]
 ) -> Outcome:
-    lm = LoadedModel(model, tokenizer, loaded.batch)
-    lm.set_cache_hook(_Ticks(tick))
     try:
+        lm = LoadedModel(model, tokenizer, loaded.batch)
+        lm.set_cache_hook(_Ticks(tick))
         with _seeded():
             loaded.task.set_fewshot_seed(seed=_SEED)
             results = evaluate(lm, {"tasks": {loaded.name: loaded.task}}, limit=loaded.limit, bootstrap_iters=0)
@@ -271,8 +288,10 @@ def _options(task: Any, samples: list[dict[str, Any]]) -> list[list[float]] | No
     # For mutual information lm-eval also asks for each option without its question, after those with it.
     if "acc_mutual_info" in task.aggregation():
         scores = [row[: len(row) // 2] for row in scores]
-    if any(math.isnan(score) for row in scores for score in row):
-        raise NumericsError("the model scores an option with NaN", "lower the damage, or evaluate in float32")
+    if not all(math.isfinite(score) for row in scores for score in row):
+        raise NumericsError(
+            "the model scores an option with NaN or infinity", "lower the damage, or evaluate in float32"
+        )
     return scores if min(map(len, scores)) > 1 else None
 
 
@@ -287,10 +306,15 @@ def _rules(task: Any, outcome: Outcome) -> dict[str, Rule]:
     return rules
 
 
-def _parts(loaded: LoadedTask) -> dict[str, dict[str, list[int]]]:
-    """Indices of the documents by the value of each field that the task names in its metadata under `parts`."""
-    documents = [doc for _, doc in loaded.task.doc_iterator(limit=loaded.limit)]
-    fields = (loaded.task.get_config("metadata") or {}).get("parts", _PARTS)
+def _parts(name: str, task: Any, limit: int | None) -> dict[str, dict[str, list[int]]]:
+    """Indices of the documents by the value of each field that the task names in its metadata under `parts`.
+
+    Raises TaskError where it names a field that not every document has.
+    """
+    documents = [doc for _, doc in task.doc_iterator(limit=limit)]
+    metadata = task.get_config("metadata")
+    named = metadata.get("parts") if isinstance(metadata, Mapping) else None
+    fields = list(_PARTS) if named is None else named if isinstance(named, list) else [named]
     found: dict[str, dict[str, list[int]]] = {}
     for field in fields:
         if all(isinstance(doc, Mapping) and field in doc for doc in documents):
@@ -298,6 +322,8 @@ def _parts(loaded: LoadedTask) -> dict[str, dict[str, list[int]]]:
             for index, doc in enumerate(documents):
                 parts.setdefault(str(doc[field]), []).append(index)
             found[f"by_{field}"] = parts
+        elif named is not None:
+            raise TaskError(f"task {name}: not every document has the part {field!r}", "correct parts in its metadata")
     return found
 
 

@@ -12,6 +12,8 @@ import numpy as np
 RESAMPLES = 1000
 SEED = 20240
 LEVEL = 0.95
+# As the protocol records it.
+BOOTSTRAP = {"resamples": RESAMPLES, "seed": SEED}
 
 Draws = np.ndarray[Any, np.dtype[np.int64]]
 Array = np.ndarray[Any, Any]

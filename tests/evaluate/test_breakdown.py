@@ -52,6 +52,12 @@ def part(windows: int, length: int, seed: int = 0, **changes: object) -> Part:
         ("阀", "cjk"),
         ("ひらがな", "cjk"),
         ("한", "cjk"),
+        ("\u1112\u1161\u11ab", "cjk"),  # the same, spelled in its parts
+        ("ㄱ", "cjk"),
+        ("ｶﾞ", "cjk"),
+        ("々", "cjk"),
+        ("〇", "cjk"),
+        ("ＡＢ", "letters"),
         ("𠀀", "cjk"),
         ("A阀", "cjk"),
         (" valve", "letters"),

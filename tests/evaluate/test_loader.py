@@ -504,3 +504,17 @@ def test_a_config_of_another_model_is_refused(artifact: Artifact, tmp_path: Path
     (path / "config.json").write_text(json.dumps(config))
     with pytest.raises(QuantkitError, match="embed_tokens"):
         load_artifact(path)
+
+
+def test_weights_that_are_kept_change_nothing_and_stay_within_their_room(artifact: Artifact) -> None:
+    path = artifact("llama", "rtn-g64")
+    expected = logits(load_artifact(path))
+    for keep in (0, 20_000, 1 << 30):
+        model = load_artifact(path, keep=keep)
+        assert torch.equal(logits(model), expected)
+        assert torch.equal(logits(model), expected)
+        layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+        kept = [layer._unpacked.nbytes for layer in layers if layer._unpacked is not None]
+        assert sum(kept) <= keep
+        assert bool(kept) == (keep > 0)
+    assert len(kept) == len(layers)

@@ -94,6 +94,12 @@ def test_what_is_no_finite_number_is_no_metric(items: list[Any]) -> None:
     assert "ppl" not in task_metrics(outcome(ppl=items), None, {"ppl": Rule(perplexity, False)}, {})
 
 
+def test_a_number_whose_resamples_are_none_has_no_interval() -> None:
+    """exp of the mean loss is finite here, of the worst document alone it is not."""
+    found = task_metrics(outcome(ppl=[-800.0, -1.0]), None, {"ppl": Rule(perplexity, False)}, {})["ppl"]
+    assert found == {"value": {"value": pytest.approx(math.exp(400.5))}}
+
+
 def test_one_document_has_no_interval() -> None:
     assert task_metrics(outcome(acc=[1]), outcome(acc=[0]), {"acc": UP}, {})["acc"]["drop"] == {"value": -1.0}
 
@@ -119,9 +125,26 @@ def test_a_model_beside_itself_keeps_its_margin() -> None:
     assert margin["ratio"] == margin["kept"] == {"value": 1.0, "low": 1.0, "high": 1.0}
 
 
-def test_a_tie_of_the_reference_makes_no_ratio() -> None:
-    margin = task_metrics(outcome([[-1.0, -2.0]]), outcome([[-1.0, -1.0]]), {}, {})["margin"]
-    assert margin.keys() == {"value", "reference", "drop"}
+def test_ties_of_the_reference_alone_make_no_ratio() -> None:
+    for size in (1, 4):
+        margin = task_metrics(outcome([[-1.0, -2.0]] * size), outcome([[-1.0, -1.0]] * size), {}, {})["margin"]
+        assert margin.keys() == {"value", "reference", "drop"}
+
+
+def test_a_tie_among_many_documents_keeps_the_ratio_of_all() -> None:
+    """A model in bfloat16 ties often; a gate must not lose the metric for one document of hundreds."""
+    base = [[-1.0, -1.0], *[[-1.0, -3.0]] * 15]
+    packed = [[-1.0, -2.0], *[[-1.0, -2.0]] * 15]
+    margin = task_metrics(outcome(packed), outcome(base), {}, {})["margin"]
+    assert margin["ratio"]["value"] == pytest.approx(16 / 30)
+    assert margin["kept"]["value"] == pytest.approx(16 / 30)
+    assert margin["ratio"]["low"] < margin["ratio"]["value"] < margin["ratio"]["high"]
+
+
+def test_ties_that_a_resample_can_be_made_of_leave_a_ratio_without_interval() -> None:
+    base = [[-1.0, -1.0], [-1.0, -3.0], [-1.0, -1.0]]
+    margin = task_metrics(outcome([[-1.0, -2.0]] * 3), outcome(base), {}, {})["margin"]
+    assert margin["ratio"] == {"value": pytest.approx(1.5)}
 
 
 # Parts

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -11,13 +12,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from quantkit.artifact import seal_run, verify
-from quantkit.checkpoint import open_checkpoint
+from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, NumericsError, ReportError, TextError, UsageError
+from quantkit.evaluate import kept, run
 from quantkit.evaluate.run import evaluate
-from quantkit.evaluate.suite import Suite
+from quantkit.evaluate.suite import Generation, Suite
 from quantkit.manifest import read_manifest
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
@@ -282,6 +284,15 @@ def test_a_limit_marks_the_report_and_changes_the_protocol(home: Path, suite: Su
         evaluate(str(home / "source"), suite, limit=0)
 
 
+def test_windows_longer_than_the_models_positions_are_noted(home: Path, text: str) -> None:
+    for length, notes in (
+        (128, []),
+        (129, [f"text {text}: windows of 129 tokens are longer than the model's 128 positions"]),
+    ):
+        suite = Suite(name="s", perplexity=[{"text": text, "windows": 2, "length": length}])
+        assert evaluate(str(home / "source"), suite).notes == notes
+
+
 def test_text_jsonl_and_parquet_of_the_same_documents_give_the_same_numbers(home: Path, tmp_path: Path) -> None:
     plain, lines, table = tmp_path / "t.txt", tmp_path / "t.jsonl", tmp_path / "t.parquet"
     plain.write_text("\n\n".join(document.strip() for document in DOCUMENTS), encoding="utf-8")
@@ -356,3 +367,68 @@ def test_windows_longer_than_the_positions_of_the_model_are_an_error(zoo: Zoo, t
 def test_a_limit_that_cuts_nothing_is_no_limit(home: Path, suite: Suite) -> None:
     assert evaluate(str(home / "artifact"), suite, limit=600).suite.limit is None
     assert evaluate(str(home / "artifact"), suite, limit=2).suite.limit == 2
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of kept answers for this test."""
+    monkeypatch.setattr(kept, "cache_dir", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The checkpoints that were loaded, as models, by name."""
+    names: list[str] = []
+    original = run.load_checkpoint
+
+    def noted(checkpoint: Checkpoint, **options: Any) -> PreTrainedModel:
+        names.append(checkpoint.name)
+        return original(checkpoint, **options)
+
+    monkeypatch.setattr(run, "load_checkpoint", noted)
+    return names
+
+
+def found(home: Path, suite: Suite) -> dict[str, Any]:
+    report = evaluate(str(home / "artifact"), suite)
+    return {"metrics": report.metrics, "protocol": report.protocol}
+
+
+def with_tasks(text: str) -> Suite:
+    corpus = {"text": text, "windows": 2, "length": 48}
+    return Suite(name="tiny", perplexity=[corpus], tasks=[{"name": "quantkit_passage_choice", "limit": 3}])
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_reference_runs_once_for_all_that_are_compared_with_it(
+    home: Path, suite: Suite, text: str, loaded: list[str]
+) -> None:
+    answers = suite.model_copy(update={"generation": Generation(prompts="case-study", new_tokens=3, limit=2)})
+    for asked in (suite, with_tasks(text), answers):
+        first = found(home, asked)
+        assert len(loaded) == 1
+        loaded.clear()
+        assert found(home, asked) == first
+        assert loaded == []
+    assert evaluate(str(home / "artifact"), suite).run["reference_answers_kept"] == 6
+
+
+def test_a_reference_with_damaged_answers_runs_again(home: Path, suite: Suite, cache: Path, loaded: list[str]) -> None:
+    first = found(home, suite)
+    path = next(cache.rglob("*/*/*"))
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert found(home, suite) == first
+    assert len(loaded) == 2
+
+
+@pytest.mark.usefixtures("cache")
+def test_progress_is_the_same_where_answers_were_kept(home: Path, text: str) -> None:
+    def told() -> list[int | None]:
+        seen: list[int | None] = []
+        evaluate(str(home / "artifact"), with_tasks(text), progress=seen.append)
+        return seen
+
+    first = told()
+    assert first[0] == len(first) - 1
+    assert told() == first

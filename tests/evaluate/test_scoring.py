@@ -144,6 +144,22 @@ def test_large_logits_do_not_overflow() -> None:
         assert np.isfinite(values).all()
 
 
+@pytest.mark.parametrize("reference", [False, True])
+def test_finite_logits_whose_scores_are_not_are_an_error(reference: bool) -> None:
+    broken = bigram(0)
+    broken.table[:, ::2], broken.table[:, 1::2] = 3e38, -3e38
+    models = (bigram(1), broken) if reference else (broken, None)
+    with pytest.raises(NumericsError, match="further apart than float32"):
+        score_windows(models[0], IDS, models[1])
+
+
+def test_a_loss_beyond_every_float_is_a_large_finite_perplexity() -> None:
+    """A broken model must fail a gate, not the writing of its report."""
+    found = perplexity_metrics(Scores(nll=np.full((3, 4), 1e5), reference_nll=np.full((3, 4), 2.0)))
+    for name in ("value", "ratio"):
+        assert all(1e300 < found[name][end] < float("inf") for end in ("value", "low", "high"))
+
+
 def test_scores_in_half_precision_are_taken_in_float32() -> None:
     halved = Bigram(bigram(0).table.bfloat16())
     exact = Bigram(halved.table.float())

@@ -68,6 +68,21 @@ def test_tasks_are_part_of_the_hash_and_their_absence_changes_none() -> None:
     assert len({suite.sha256 for suite in some}) == 3
 
 
+def test_what_is_generated_is_part_of_the_hash_and_its_absence_changes_none() -> None:
+    plain, asked = Suite(name="s", perplexity=[CORPUS]), {"prompts": "case-study", "new_tokens": 8}
+    assert Suite(name="s", perplexity=[CORPUS], generation=None).sha256 == plain.sha256
+    some = [Suite(name="s", perplexity=[CORPUS], generation=asked | changes) for changes in ({}, {"batch": 8})]
+    assert len({suite.sha256 for suite in [plain, *some]}) == 3
+
+
+def test_a_limit_cuts_the_prompts_and_nothing_else_of_what_is_generated() -> None:
+    asked = {"prompts": "case-study", "new_tokens": 8, "batch": 4}
+    for own, expected in ((None, 5), (16, 5), (3, 3)):
+        limited = Suite(name="s", perplexity=[CORPUS], generation=asked | {"limit": own}).limited(5).generation
+        assert limited is not None
+        assert limited.model_dump() == asked | {"limit": expected}
+
+
 def test_the_hash_of_quick_is_that_of_the_reports_made_before_there_were_tasks() -> None:
     assert load_suite("quick").sha256 == "974bac38e0853530851f2d105b4f5453e67e1e1b275108482e4b4070fcc7c002"
 
@@ -105,6 +120,11 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
         "perplexity: [{text: a, windows: 1, length: 64}]\ntasks: [{name: a, limit: 0}]",
         "perplexity: [{text: a, windows: 1, length: 64}]\ntasks: [{name: a, num_fewshot: -1}]",
         "perplexity: [{text: a, windows: 1, length: 64}]\ntasks: [7]",
+        "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a}",
+        "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a, new_tokens: 0}",
+        "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a, new_tokens: 8, limit: 0}",
+        "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a, new_tokens: 8, batch: 1}",
+        "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: [a]",
         "perplexity: [{text: a, windows: 1, length: 64}]\nperplexity: []",
     ],
 )

@@ -458,6 +458,15 @@ def test_a_name_that_is_not_known_lists_the_near_ones(home: Path, zoo: Zoo, monk
         (lambda text: text.replace("doc_to_text: question", "doc_to_text: '{{ question'"), "cannot be loaded"),
         (lambda text: text.replace("data.load", "data.missing"), "has no function 'missing'"),
         (lambda text: text.replace("test_split: test", "test_split: other"), "'other'"),
+        (lambda text: text.replace("version: 3", "version: 3, parts: [langauge]"), "has the part 'langauge'"),
+        (lambda text: text.replace("version: 3", "version: 3, parts: 5"), "has the part 5"),
+        (
+            lambda text: text.replace("doc_to_choice: choices", f"doc_to_choice: ['{'y' * 129}', b, c]"),
+            "129 tokens.* 128",
+        ),
+        (lambda _: WRITE.replace("max_gen_toks: 8", "max_gen_toks: 128"), "129 tokens, the model's context is 128"),
+        (lambda _: "", "cannot be loaded .*file"),
+        (lambda text: text + "doc_to_txt: question\n", "'doc_to_txt'"),
     ],
 )
 def test_a_task_that_cannot_be_run_says_so_at_the_start(
@@ -506,11 +515,23 @@ def test_what_fails_while_it_runs_names_the_task(home: Path, zoo: Zoo, tmp_path:
         evaluate(str(zoo("qwen2")), suite(home, str(folder / "write.yaml")))
 
 
-def test_scores_that_are_nan_are_an_error(home: Path, zoo: Zoo) -> None:
+def test_a_task_without_documents_is_an_error_that_points_at_its_documents(
+    home: Path, zoo: Zoo, tmp_path: Path
+) -> None:
+    folder = write_tasks(tmp_path / "tasks", [])
+    with pytest.raises(TaskError, match=r"choice\.yaml cannot be loaded .*documents"):
+        evaluate(str(zoo("qwen2")), suite(home, str(folder / "choice.yaml")))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_scores_that_are_not_finite_are_an_error(value: float, home: Path, zoo: Zoo) -> None:
     source = open_checkpoint(str(zoo("qwen2")))
     model = load_checkpoint(source)
-    with torch.no_grad():
-        model.get_output_embeddings().weight[7] = float("nan")
+
+    def spoil(_: Any, __: Any, output: Any) -> None:
+        output.logits[..., ord("b")] = value
+
+    model.register_forward_hook(spoil)
     loaded = load_tasks([TaskEntry(name=str(home / "tasks" / "choice.yaml"))], source)
     with pytest.raises(NumericsError, match="NaN"):
         run_tasks(model, source, source.tokenizer(), loaded)

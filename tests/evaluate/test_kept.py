@@ -1,12 +1,15 @@
-"""Logits on disk are the logits that were computed, and nothing else is ever taken for them."""
+"""Answers on disk are the answers that were computed, and nothing else is ever taken for them."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from quantkit.evaluate.logits import Logits, cached_logits
+from quantkit.evaluate.kept import Kept
+from quantkit.evaluate.scoring import Logits
 
 WINDOWS = torch.arange(24).reshape(3, 8)
 
@@ -23,7 +26,7 @@ class _Model:
 
 
 def _cached(model: _Model, folder: Path, identity: str = "a", limit: int = 1 << 20) -> Logits:
-    return cached_logits(model, identity, model.dtype, folder=folder, limit=limit)
+    return Kept(identity, model.dtype, folder=folder, limit=limit).logits(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -48,7 +51,7 @@ def test_another_model_or_dtype_or_window_is_computed(tmp_path: Path) -> None:
     assert (model.runs, narrow.runs) == (3, 1)
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "text", "shape", "dtype"])
+@pytest.mark.parametrize("damage", ["flip", "cut", "empty", "text", "digest", "shape", "dtype"])
 def test_a_damaged_file_is_not_used_and_is_replaced(damage: str, tmp_path: Path) -> None:
     model = _Model()
     expected = _cached(model, tmp_path)(WINDOWS[0])
@@ -59,6 +62,7 @@ def test_a_damaged_file_is_not_used_and_is_replaced(damage: str, tmp_path: Path)
         "cut": data[:-4],
         "empty": b"",
         "text": b"{}\n",
+        "digest": b"0" + data[1:] if data[:1] != b"0" else b"1" + data[1:],
         "dtype": data.replace(b"float32", b"int32"),
         "shape": data.replace(b"[7, 11]", b"[7, 12]"),
     }[damage])  # fmt: skip
@@ -71,14 +75,14 @@ def test_a_damaged_file_is_not_used_and_is_replaced(damage: str, tmp_path: Path)
 def test_the_folder_is_bounded_and_loses_what_was_not_read_for_longest(tmp_path: Path) -> None:
     model = _Model()
     size = 7 * 11 * 4
-    logits = _cached(model, tmp_path, limit=2 * size + 300)
+    logits = _cached(model, tmp_path, limit=2 * size + 400)
     for n, window in enumerate(WINDOWS[:2]):
         logits(window)
         newest = max(tmp_path.glob("*/*"), key=lambda path: path.stat().st_mtime_ns)
         os.utime(newest, ns=(n + 1, n + 1))
     logits(WINDOWS[0])  # now the second is the one not read for longest
     logits(WINDOWS[2])
-    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 2 * size + 300
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 2 * size + 400
     logits(WINDOWS[0])
     assert model.runs == 3
     logits(WINDOWS[1])
@@ -94,6 +98,36 @@ def test_what_is_larger_than_the_bound_is_not_kept(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     model = _Model()
-    logits = cached_logits(model, "a", torch.float32, folder=tmp_path / "file")
+    logits = Kept("a", torch.float32, folder=tmp_path / "file").logits(model)
     assert torch.equal(logits(WINDOWS[0]), logits(WINDOWS[0]))
     assert model.runs == 2
+
+
+def test_what_this_run_used_makes_no_room_for_more(tmp_path: Path) -> None:
+    model = _Model()
+    logits = _cached(model, tmp_path, limit=600)
+    for _ in range(2):
+        for window in WINDOWS:
+            logits(window)
+    assert model.runs == 5  # the first is read again, the others have no room
+
+
+def test_a_document_is_computed_once_and_another_question_is_another_one(tmp_path: Path) -> None:
+    asked = []
+    kept = Kept("a", torch.float32, folder=tmp_path)
+
+    def answer(value: Any) -> Callable[[], Any]:
+        return lambda: asked.append(value) or value
+
+    first = {"items": [0.1, None, 1e-300], "name": "证据"}
+    assert [kept.document({"task": 1}, answer(first)) for _ in range(2)] == [first, first]
+    assert kept.document({"task": 2}, answer([2])) == [2]
+    assert Kept("b", torch.float32, folder=tmp_path).document({"task": 1}, answer([3])) == [3]
+    assert asked == [first, [2], [3]]
+
+
+@pytest.mark.parametrize("answer", [(1, 2), {1: 2}, object(), [float("nan")]])
+def test_what_json_would_change_is_not_kept(answer: Any, tmp_path: Path) -> None:
+    kept = Kept("a", torch.float32, folder=tmp_path)
+    assert kept.document("q", lambda: answer) is answer
+    assert kept.document("q", lambda: answer) is answer
