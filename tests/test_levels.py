@@ -33,8 +33,8 @@ LEVELS: list[list[str]] = [
     ["calibration"],
     # the artifact
     ["manifest"],
-    ["components"],
-    ["artifact", "journal"],
+    ["components", "journal"],
+    ["artifact"],
     ["card", "signing", "workspace", "saving"],
     ["plan"],
     ["sink"],
