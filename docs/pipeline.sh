@@ -8,7 +8,7 @@
 # RECIPE    recipe, by name or path                                        rtn-g64-zp
 # SETTINGS  keys of the recipe to change, as "weights.bits=8 ignore=[]"    none
 # CALIB     calibration set, by name or path                               the recipe's
-# SUITE     what is measured, by name or path                              quick
+# SUITE     what is measured, by name or path                              standard
 # POLICY    what is judged, by name or path; its suite must be SUITE       release
 # OUTPUT    the artifact; one that is there already is measured again      build/artifact
 # RESULTS   what reviewers and CI read: page, JUnit, report, statements    build/results
@@ -25,7 +25,7 @@ if [ -z "${MODEL:-}" ]; then
     echo "pipeline: MODEL is not set; name a model directory, a hub id or a .gguf file" >&2
     exit 2
 fi
-RECIPE=${RECIPE:-rtn-g64-zp} SUITE=${SUITE:-quick} POLICY=${POLICY:-release}
+RECIPE=${RECIPE:-rtn-g64-zp} SUITE=${SUITE:-standard} POLICY=${POLICY:-release}
 OUTPUT=${OUTPUT:-build/artifact} RESULTS=${RESULTS:-build/results} LEDGER=${LEDGER:-manifests}
 mkdir -p "$RESULTS"
 

@@ -3,7 +3,7 @@
 import errno
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ def tensor_sha256(entry: TensorEntry) -> str | None:
 
 @contextmanager
 def disk_errors(
-    output: Path, action: str = "free space, check permissions, or choose another --output"
+    output: Path, action: Callable[[], str] = lambda: "free space, check permissions, or choose another --output"
 ) -> Iterator[None]:
     """Turn the system's write errors into a line that names the place and the next action."""
     try:
@@ -139,7 +139,7 @@ def disk_errors(
         full = error.errno in {errno.ENOSPC, errno.EDQUOT}
         what = "the disk is full" if full else str(error.strerror or error)
         where = f" ({error.filename})" if error.filename else ""
-        raise ArtifactError(f"{output} cannot be written: {what}{where}", action) from error
+        raise ArtifactError(f"{output} cannot be written: {what}{where}", action()) from error
 
 
 def record_components(directory: Path) -> dict[Component, list[FileRecord]]:

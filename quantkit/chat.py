@@ -3,6 +3,8 @@
 A conversation is a list of `{"role": ..., "content": ...}`, both text; further keys are handed to the template.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,9 +15,11 @@ from quantkit.errors import CalibrationError, TextError, one_line
 from quantkit.limits import run_bounded
 from quantkit.texts import Chat, Text
 
-# For all rows of a text together: rendering is a matter of milliseconds and of little more than the text itself.
+# What rendering may take, for any text and for what is in it: a row takes a millisecond, and little more than itself.
 _SECONDS = 120
+_SECONDS_A_ROW = 0.02
 _MEMORY = 1 << 30
+_MEMORY_A_CHARACTER = 32
 
 # A template may write today's date, and the same source has to give the same bytes on every day: it is given this one.
 _DAY = {
@@ -53,7 +57,8 @@ def ask(question: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """
     if not tokenizer.chat_template:
         return None
-    try:
+
+    def write() -> str:
         return str(
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": question}],
@@ -62,11 +67,14 @@ def ask(question: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
                 add_generation_prompt=True,
             )
         )
-    except Exception as error:  # a template is a program of the model's maker
+
+    text, problem = _written(write)
+    if problem is not None:
         raise TextError(
-            f"the chat template refuses a question ({one_line(error)})",
+            f"the chat template refuses a question ({problem})",
             "correct the model's chat template, or leave generation out of the suite",
-        ) from None
+        )
+    return text
 
 
 def opening(template: str, special: dict[str, str]) -> str | None:
@@ -79,19 +87,35 @@ def opening(template: str, special: dict[str, str]) -> str | None:
         template = _FIXED_DAY + template
     for content in (_MARK, [{"type": "text", "text": _MARK}]):
         conversation = [{"role": "user", "content": content}]
-        before, mark, _ = _written(template, conversation, special).partition(_MARK)
+        write = partial(_plainly, template, conversation, special)
+        before, mark, _ = _written(write)[0].partition(_MARK)
         if mark:
             return before.encode(errors="replace").decode()  # a template may write half of a character pair
     return None
 
 
-def _written(template: str, conversation: list[dict[str, Any]], special: dict[str, str]) -> str:
-    """What a template makes of a conversation; empty where it refuses it."""
-    try:
-        (text,), _ = render_jinja_template([conversation], chat_template=template, **special)
-    except Exception:  # a template is a program of the model's maker
-        return ""
+def _plainly(template: str, conversation: list[dict[str, Any]], special: dict[str, str]) -> str:
+    """What a template makes of a conversation, without a tokenizer."""
+    (text,), _ = render_jinja_template([conversation], chat_template=template, **special)
     return str(text)
+
+
+def _written(write: Callable[[], str]) -> tuple[str, str | None]:
+    """The text that a template writes, in a child process with bounds; or nothing, and what is wrong."""
+
+    def work() -> list[str | None]:
+        try:
+            return [write(), None]
+        except Exception as error:  # a template is a program of the model's maker
+            return ["", one_line(error)]
+
+    try:
+        text, problem = run_bounded(work, _SECONDS, _MEMORY)
+    except TimeoutError:
+        return "", f"it takes more than {_SECONDS} s"
+    except MemoryError as error:
+        return "", f"it takes {error} of memory"
+    return text, problem
 
 
 def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -136,16 +160,18 @@ def _rendered(chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str) -> 
                 if messages:
                     made = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
             except MemoryError:
-                return [*found, ["problem", f"more than {_MEMORY >> 20} MiB"]]
+                return [*found, ["problem", f"more than {memory >> 20} MiB"]]
             except Exception as error:
                 return [*found, ["problem", one_line(error)]]
             found.append(["text", made])
         return found
 
+    seconds = _SECONDS + _SECONDS_A_ROW * len(rows)
+    memory = _MEMORY + _MEMORY_A_CHARACTER * sum(len(str(messages)) for messages in rows)
     try:
-        answers = run_bounded(render_all, _SECONDS, _MEMORY)
+        answers = run_bounded(render_all, seconds, memory)
     except (TimeoutError, MemoryError) as error:
-        reason = f"takes more than {_SECONDS} s" if isinstance(error, TimeoutError) else f"takes {error} of memory"
+        reason = f"takes more than {seconds:.0f} s" if isinstance(error, TimeoutError) else f"takes {error} of memory"
         raise CalibrationError(
             f"calibration text {chat.name}: the chat template {reason}", "use another template, or plain text"
         ) from None

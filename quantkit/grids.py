@@ -182,7 +182,7 @@ def heat_map(layers: Sequence[LayerRecord]) -> tuple[list[str], list[str], list[
     """Kinds of linears, blocks, and the `layer_error` of each; the worst one where a block holds several of a kind."""
     found: dict[tuple[str, str], float] = {}
     for layer in layers:
-        place = re.match(r"(?:.*?\.)?(\d+)\.(.+)$", layer.module)
+        place = re.match(r"(?:.*?\.)?(\d{1,9})\.(.+)$", layer.module)
         if place:
             key = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", place[2]), place[1]
             found[key] = max(found.get(key, 0.0), layer_error(layer))
@@ -295,7 +295,7 @@ def _total_kl(group: dict[str, Any]) -> float:
 
 def _leading_number(item: tuple[str, Any]) -> int:
     """The number that a name begins with: JSON keeps its keys in the order of their letters."""
-    found = re.match(r"\d+", item[0])
+    found = re.match(r"\d{1,9}", item[0])
     return int(found[0]) if found else 0
 
 

@@ -97,6 +97,11 @@ class LayerRecord(Strict):
     bytes: int
     fallback: str | None
 
+    @model_validator(mode="after")
+    def _scheme_fits_the_shape(self) -> "LayerRecord":
+        self.scheme.scheme.groups(self.shape[1])  # raises ValueError with the reason
+        return self
+
 
 class KeptRecord(Strict):
     """One tensor that stands in the artifact as it stood in the source, and why."""

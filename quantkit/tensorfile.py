@@ -38,6 +38,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # The limit of the reference implementation: a longer header is an attack or a mistake.
 _LONGEST_HEADER = 100_000_000
+# Libraries turn the numbers in a name into integers, which fails or takes long on absurd ones.
+_LONGEST_NAME = 1024
 _COPY_BYTES = 1 << 24
 _DAMAGED = "download or copy the file again"
 
@@ -108,6 +110,8 @@ def _entry(name: str, record: Any, path: Path, base: int) -> TensorEntry:
     def whole(values: Any) -> bool:
         return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 62 for v in values)
 
+    if len(name) > _LONGEST_NAME:
+        raise CheckpointError(f"{path}: a tensor's name has {len(name)} characters ({name[:40]!r}...)", _DAMAGED)
     where = f"{path}: tensor {name!r}"
     if not isinstance(record, dict) or not whole(record.get("shape")) or not whole(record.get("data_offsets")):
         raise CheckpointError(f"{where} has no usable shape and data_offsets", _DAMAGED)

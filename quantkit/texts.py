@@ -9,6 +9,7 @@ import bz2
 import io
 import itertools
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -136,7 +137,8 @@ def load_source(name: str) -> Text | Chat:
         return _text(path.name, "und", _read(path, layout, "text"), "\n\n")
     definition_path = path if path.suffix in {".yaml", ".yml"} else _find(name)
     definition = validate(TextDefinition, read_yaml(definition_path), f"text {definition_path.name}")
-    documents = itertools.islice(_documents(definition, definition_path), definition.documents)
+    first = None if definition.documents is None else min(definition.documents, sys.maxsize)
+    documents = itertools.islice(_documents(definition, definition_path), first)
     if definition.chat:
         return _chat(definition.name, definition.language, documents)
     return _text(definition.name, definition.language, documents, definition.separator)

@@ -83,7 +83,7 @@ def writing(output: Path, *, resume: bool = False) -> Iterator[Workspace]:
     """
     refuse_existing(output)
     work = Workspace(output)
-    with _disk_errors(work):
+    with disk_errors(output, lambda: _how_to_go_on(work)):
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(work)
         try:
@@ -143,17 +143,10 @@ def refuse_busy(output: Path) -> None:
         return
 
 
-@contextmanager
-def _disk_errors(work: Workspace) -> Iterator[None]:
-    """`disk_errors`, whose next action is to go on where something is kept."""
-    try:
-        with disk_errors(work.output):
-            yield
-    except ArtifactError as error:
-        if isinstance(error.__cause__, OSError) and work.unfinished() is not None:
-            action = "free space or check permissions, and run the same command with --resume to go on"
-            raise ArtifactError(error.problem, action) from error.__cause__
-        raise
+def _how_to_go_on(work: Workspace) -> str:
+    if work.unfinished() is None:
+        return "free space, check permissions, or choose another --output"
+    return "free space or check permissions, and run the same command with --resume to go on"
 
 
 def _lock(work: Workspace) -> IO[bytes]:

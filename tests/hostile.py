@@ -57,7 +57,7 @@ WILD: list[Any] = [
     None, True, -1, 0, 1, 1 << 31, 1 << 62, 10**30, 1.5, -1e308, float("nan"), float("inf"), "", "0", "..",
     "/etc/passwd", "../../outside", "a/../../b", "\0", "\ud800", "\x1b[31m", HOSTILE, "{{ 7 * 7 }}", "${7*7}",
     r"re:(.|\w|[a-z.]+)*\d\d$", "[/bold]", "x" * 5000, [], [[]], {}, {"": None}, [None] * 50, "model.safetensors",
-    "torch", "os.system",
+    "torch", "os.system", f"model.layers.{'1' * 5000}.mlp.up_proj", "1" * 5000,
 ]  # fmt: skip
 
 
@@ -251,6 +251,7 @@ TARGETS: dict[str, Target] = {
     ),
     "index": Target("model/model.safetensors.index.json", _read_model, _sharded, slow=True),
     "config": Target("model/config.json", _read_model, _checkpoint, slow=True),
+    "weights": Target("model/model.safetensors", _read_model, _checkpoint, slow=True),
     "manifest": Target("artifact/manifest.json", _read_artifact, _artifact, slow=True),
     "run": Target("artifact/run.json", _read_run, _artifact, slow=True),
     "report": Target("artifact/evals/quick.json", _read_report, _artifact, slow=True),
@@ -263,7 +264,7 @@ TARGETS: dict[str, Target] = {
     "set": Target("set.yaml", lambda folder: load_set(str(folder / "set.yaml")), values=_SET),
     "rows": Target("notes.jsonl", lambda folder: load_source(str(folder / "notes.jsonl")), values={"text": "a b c"}),
 }
-JSON_TARGETS = [name for name in TARGETS if name not in {"safetensors", "gguf", "card"}]
+JSON_TARGETS = [name for name in TARGETS if name not in {"safetensors", "weights", "gguf", "card"}]
 
 
 def places(value: Any, so_far: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -274,6 +275,12 @@ def places(value: Any, so_far: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     elif isinstance(value, list):
         inner = list(enumerate(value[:3]))
     return [so_far, *(place for key, part in inner for place in places(part, (*so_far, key)))]
+
+
+def spelt(value: Any) -> bytes:
+    """JSON as the manifest is spelt: another spelling would be refused before its values are looked at."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    return text.encode(errors="surrogatepass") + b"\n"
 
 
 @st.composite
@@ -296,9 +303,7 @@ def changed(draw: st.DrawFn, good: Any) -> bytes:
                 place[draw(st.sampled_from([wild for wild in WILD if isinstance(wild, str)]))] = kept
         else:
             del place[last]
-    # As the manifest is spelt: another spelling would be refused before its values are looked at.
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
-    return text.encode(errors="surrogatepass") + b"\n"
+    return spelt(value)
 
 
 @st.composite

@@ -174,6 +174,14 @@ def test_a_manifest_with_what_canonical_json_cannot_hold_is_refused(value: objec
         verify(artifact)
 
 
+def test_a_manifest_whose_scheme_does_not_fit_its_layer_is_refused(artifact: Path) -> None:
+    values = json.loads((artifact / "manifest.json").read_bytes())
+    values["layers"][0]["scheme"]["group_size"] = 1 << 40
+    (artifact / "manifest.json").write_bytes(canonical_json(values))
+    with pytest.raises(ArtifactError, match=r"layers\.0: group size 1099511627776 does not divide"):
+        verify(artifact)
+
+
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/../../b", "a\0b", ""])
 def test_a_manifest_that_names_a_file_outside_is_refused(name: str, artifact: Path) -> None:
     values = json.loads((artifact / "manifest.json").read_bytes())

@@ -119,6 +119,16 @@ def test_the_card_says_what_the_manifest_says(artifact: Path, manifest: Manifest
         assert words in card, words
 
 
+def test_only_readers_that_take_the_artifact_are_recommended(artifact: Path, manifest: Manifest) -> None:
+    refused = {"quantkit": "yes", "transformers": "no: several schemes", "vllm": "no: no kernel"}
+    card = model_card(manifest.model_copy(update={"readers": refused}), artifact)
+    assert "- vllm: no: no kernel" in card
+    assert "vllm serve" not in card
+    assert "from_pretrained" not in card
+    assert "load_artifact" in card
+    assert "load_artifact" not in model_card(manifest, artifact)
+
+
 def test_a_hub_id_and_its_revision_are_named(artifact: Path, manifest: Manifest) -> None:
     source = manifest.source.model_copy(update={"name": "org/tiny-1.5B", "revision": "abc123"})
     card = model_card(manifest.model_copy(update={"source": source}), artifact)

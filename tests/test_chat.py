@@ -7,7 +7,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from quantkit.canonical import sha256_bytes
-from quantkit.chat import ask, render, template_sha256
+from quantkit.chat import ask, opening, render, template_sha256
 from quantkit.errors import CalibrationError, TextError
 from quantkit.texts import Chat, load_source
 from tests.zoo import CHAT_TEMPLATE, byte_tokenizer
@@ -169,6 +169,19 @@ def test_a_template_that_refuses_a_question_is_one_line() -> None:
 
 
 # Templates that do not end
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def test_a_question_to_a_template_without_end_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.chat._SECONDS", 1)
+    with pytest.raises(TextError, match="takes more than 1 s"):
+        ask("Which valve?", with_template(ENDLESS))
+
+
+def test_a_template_without_end_opens_with_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.chat._SECONDS", 1)
+    assert opening(ENDLESS, {}) is None
 
 
 @pytest.mark.parametrize(

@@ -234,9 +234,11 @@ def test_report_rebuilds_the_page_from_what_stands_in_the_artifact(run: Run, art
     found = run("report", path)
     assert (found.code, found.out) == (0, "pass: smoke\n")
     assert "✓ Pass" in (path / "evals" / "quick.html").read_text(encoding="utf-8")
-    values = run("report", path, "--policy", "release", "--output", tmp_path / "new" / "page.html", "--json")
+    policy = tmp_path / "strict.yaml"
+    policy.write_text("name: strict\nlimits: [{metric: fidelity.kl_mean, max: 0.000001}]\n", encoding="utf-8")
+    values = run("report", path, "--policy", policy, "--output", tmp_path / "new" / "page.html", "--json")
     assert values.json == {
-        "path": str(tmp_path / "new" / "page.html"), "verdict": "fail", "policy": "release", "reason": None,
+        "path": str(tmp_path / "new" / "page.html"), "verdict": "fail", "policy": "strict", "reason": None,
     }  # fmt: skip
     assert values.code == 0, "the gate decides; the page only shows"
     assert "✗ Fail" in (tmp_path / "new" / "page.html").read_text(encoding="utf-8")
@@ -291,55 +293,6 @@ def test_the_demo_leaves_with_the_verdict_of_its_gate(
     found = run("demo", *options)
     assert found.code == (0 if passed else 1)
     assert ("pass" if passed else "fail") in found.out
-
-
-def test_resume_with_nothing_unfinished_says_so_and_converts(run: Run, zoo: Zoo) -> None:
-    found = run("convert", zoo("llama"), "--recipe", "rtn-g64", "--resume", "--json")
-    assert found.code == 0
-    assert "nothing of llama-rtn-g64 is unfinished: starting from the beginning" in found.err
-    assert found.json["identity"] in found.err
-
-
-def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(
-    run: Run, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = ("convert", zoo("llama"), "--recipe", "gptq-g64", "--calib", notes(tmp_path), "--json")
-    small = ("--set", "calibration.samples=4", "--set", "calibration.sequence_length=32")
-    expected = run(*command, *small, "--output", "whole").json["identity"]
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr("quantkit.pipeline._Digests.done", property(lambda self: self.result() is not None))
-        patch.setattr("quantkit.pipeline._write_rest", interrupt)
-        stopped = run(*command, *small)
-    kept = Path(".llama-gptq-g64.partial")
-    assert (stopped.code, stopped.out) == (3, "")
-    assert stopped.err.splitlines()[-1] == (
-        f"quantkit: interrupted; 2 blocks and 14 tensors are done and kept in {kept}; "
-        "run the same command with --resume to go on"
-    )
-    for arguments, words in (
-        ((*command, *small), f"unfinished conversion to llama-gptq-g64 is kept in {kept}; pass --resume"),
-        ((*command, *small, "--dry-run"), "pass --resume"),
-        ((*command, *small, "--set", "weights.bits=8", "--resume"), "recipe.weights.bits was 4 and is 8"),
-        ((*command, *small, "--set", "calibration.samples=3", "--resume"), "recipe.calibration.samples was 4 and is 3"),
-    ):
-        refused = run(*arguments)
-        assert (refused.code, refused.out) == (2, "")
-        assert words in refused.err.splitlines()[-1]
-    gone_on = run(*command, *small, "--resume")
-    assert gone_on.code == 0
-    assert f"2 blocks and 14 tensors are done and kept in {kept}" in gone_on.err
-    assert gone_on.json["identity"] == expected
-    assert sorted(path.name for path in Path().iterdir()) == ["llama-gptq-g64", "whole"]
-
-
-def notes(folder: Path) -> Path:
-    path = folder / "notes.txt"
-    path.write_text("The valve opens at 3.5 MPa. Close it again at 2.1 MPa, slowly. " * 20)
-    return path
 
 
 # Releases
@@ -472,6 +425,58 @@ def test_who_and_when_are_asked_of_the_machine_only_where_they_are_not_given(
     monkeypatch.setattr("getpass.getuser", nobody)
     found = run("promote", path, "--channel", "canary", "--policy", policy)
     assert (found.code, found.err) == (2, "quantkit: this account has no name; say with --by who releases\n")
+
+
+# Resuming
+
+
+def test_resume_with_nothing_unfinished_says_so_and_converts(run: Run, zoo: Zoo) -> None:
+    found = run("convert", zoo("llama"), "--recipe", "rtn-g64", "--resume", "--json")
+    assert found.code == 0
+    assert "nothing of llama-rtn-g64 is unfinished: starting from the beginning" in found.err
+    assert found.json["identity"] in found.err
+
+
+def test_an_interrupt_keeps_what_is_done_and_resume_goes_on(
+    run: Run, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ("convert", zoo("llama"), "--recipe", "gptq-g64", "--calib", notes(tmp_path), "--json")
+    small = ("--set", "calibration.samples=4", "--set", "calibration.sequence_length=32")
+    expected = run(*command, *small, "--output", "whole").json["identity"]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("quantkit.pipeline._Digests.done", property(lambda self: self.result() is not None))
+        patch.setattr("quantkit.pipeline._write_rest", interrupt)
+        stopped = run(*command, *small)
+    kept = Path(".llama-gptq-g64.partial")
+    assert (stopped.code, stopped.out) == (3, "")
+    assert stopped.err.splitlines()[-1] == (
+        f"quantkit: interrupted; 2 blocks and 14 tensors are done and kept in {kept}; "
+        "run the same command with --resume to go on"
+    )
+    for arguments, words in (
+        ((*command, *small), f"unfinished conversion to llama-gptq-g64 is kept in {kept}; pass --resume"),
+        ((*command, *small, "--dry-run"), "pass --resume"),
+        ((*command, *small, "--set", "weights.bits=8", "--resume"), "recipe.weights.bits was 4 and is 8"),
+        ((*command, *small, "--set", "calibration.samples=3", "--resume"), "recipe.calibration.samples was 4 and is 3"),
+    ):
+        refused = run(*arguments)
+        assert (refused.code, refused.out) == (2, "")
+        assert words in refused.err.splitlines()[-1]
+    gone_on = run(*command, *small, "--resume")
+    assert gone_on.code == 0
+    assert f"2 blocks and 14 tensors are done and kept in {kept}" in gone_on.err
+    assert gone_on.json["identity"] == expected
+    assert sorted(path.name for path in Path().iterdir()) == ["llama-gptq-g64", "whole"]
+
+
+def notes(folder: Path) -> Path:
+    path = folder / "notes.txt"
+    path.write_text("The valve opens at 3.5 MPa. Close it again at 2.1 MPa, slowly. " * 20)
+    return path
 
 
 # The plan

@@ -169,6 +169,11 @@ def test_experts_share_a_cell_which_shows_the_worst_and_a_head_has_none(manifest
     assert values == [[None, 0.2], [pytest.approx(0.3), None]]
 
 
+def test_a_block_number_that_no_model_has_is_no_column(manifest: Manifest) -> None:
+    layers = [manifest.layers[0].model_copy(update={"module": f"model.layers.{'1' * 5000}.o"})]
+    assert grids.heat_map(layers)[1] == []
+
+
 def test_equal_fallbacks_stand_in_one_row(manifest: Manifest) -> None:
     records = [FallbackRecord(layer=f"layer{n}", kind="group_size", detail="group 32 instead of 64") for n in range(3)]
     grid = grids.fallback_grid(manifest.model_copy(update={"fallbacks": records}))

@@ -305,8 +305,10 @@ def test_the_default_policy_judges_where_it_can(artifact: Path) -> None:
     assert "✓ Pass" in page
 
 
-def test_a_named_policy_judges_instead(artifact: Path) -> None:
-    page, judgement = artifact_page(artifact, "quick", "release")
+def test_a_named_policy_judges_instead(artifact: Path, tmp_path: Path) -> None:
+    policy = tmp_path / "strict.yaml"
+    policy.write_text("name: strict\nlimits: [{metric: fidelity.kl_mean, max: 0.000001}]\n", encoding="utf-8")
+    page, judgement = artifact_page(artifact, "quick", str(policy))
     assert judgement_values(judgement)["verdict"] == "fail"
     assert "✗ Fail" in page
 

@@ -144,7 +144,7 @@ def test_side_files_are_copied_byte_for_byte_and_config_gains_only_the_quantisat
     copied = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "LICENSE"}
     for file in copied:
         assert (made / file).read_bytes() == (zoo(name) / file).read_bytes(), file
-    ours = {"model.safetensors", "config.json", "manifest.json", "run.json"}
+    ours = {"model.safetensors", "config.json", "manifest.json", "run.json", "README.md"}
     assert {path.name for path in made.iterdir()} == copied | ours
     config, source = (json.loads((place / "config.json").read_bytes()) for place in (made, zoo(name)))
     assert ("quantization_config" in config) == (LINEARS[name] > 0)

@@ -207,9 +207,9 @@ def test_json_that_is_not_there_or_is_a_folder_is_the_callers_error(tmp_path: Pa
 
 
 def test_a_mapping_of_very_many_keys_is_read_in_time_that_grows_with_them() -> None:
-    started = time.monotonic()
+    started = time.process_time()
     assert len(parse_yaml("\n".join(f"k{n}: 1" for n in range(15_000)), "d.yaml")) == 15_000
-    assert time.monotonic() - started < 30, "comparing each key with each other took minutes"
+    assert time.process_time() - started < 30, "comparing each key with each other took minutes"
 
 
 def test_a_pipe_is_refused_instead_of_waited_for(tmp_path: Path) -> None:

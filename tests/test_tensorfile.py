@@ -143,6 +143,12 @@ def test_a_name_that_stands_twice_is_named(tmp_path: Path) -> None:
     refused(raw_file(tmp_path / "m.safetensors", header, b"\0" * 8), "'a.weight' twice")
 
 
+def test_a_name_longer_than_any_is_refused(tmp_path: Path) -> None:
+    """Libraries make an integer of its digits, and stop there."""
+    name = f"model.layers.{'1' * 5000}.weight"
+    refused(json_file(tmp_path / "m.safetensors", {name: record()}, b"\0" * 8), "a tensor's name has 5020 characters")
+
+
 def test_a_key_that_stands_twice_in_a_record_is_named(tmp_path: Path) -> None:
     header = b'{"a": {"dtype": "F32", "shape": [2], "shape": [2], "data_offsets": [0, 8]}}'
     refused(raw_file(tmp_path / "m.safetensors", header, b"\0" * 8), "'shape' twice")

@@ -46,6 +46,10 @@ def test_a_plain_text_is_one_document(tmp_path: Path) -> None:
     assert (text.name, text.language) == ("own", "en")
 
 
+def test_any_number_of_documents_may_be_asked_for(tmp_path: Path) -> None:
+    assert load_text(define(tmp_path, data=b"one", documents=10**30)).documents == ["one"]
+
+
 def test_lines_are_documents_and_blank_ones_are_left_out(tmp_path: Path) -> None:
     text = load_text(define(tmp_path, data=b"one\n\n   \n two \r\nthree", layout="lines"))
     assert text.documents == ["one", "two", "three"]

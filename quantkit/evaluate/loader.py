@@ -189,11 +189,12 @@ def load_artifact(
     model = build_skeleton(checkpoint, dtype, real_buffers=True)
     format = format_of(manifest.format, manifest.recipe.get("activations") is not None)
     entries = dict(checkpoint.entries)
+    modules = dict(model.named_modules())
     for layer in manifest.layers:
         scheme = layer.scheme.scheme
         product = torch.float32 if arithmetic == "exact" else scheme.torch_scale_dtype
         parent_name, _, leaf = layer.module.rpartition(".")
-        parent = model.get_submodule(parent_name)
+        parent = modules.get(parent_name)
         dense = getattr(parent, leaf, None)
         if isinstance(dense, nn.Embedding) and not is_lookup(dense):
             dense = None  # it computes more than PackedEmbedding does
@@ -201,6 +202,7 @@ def load_artifact(
             raise ArtifactError(f"{path}: the manifest's {layer.module!r} is no such layer", "run quantkit verify")
         stored_in = format.for_embedding(scheme) if isinstance(dense, nn.Embedding) else format
         stored = _take_layer(entries, layer, stored_in, path)
+        assert parent is not None, "it holds a layer"
         setattr(parent, leaf, _packed(stored, stored_in, scheme, dense, product))
     _load_dense(model, entries, checkpoint)
     room = Room(keep)

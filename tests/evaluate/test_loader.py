@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from quantkit.affine import dequantize
+from quantkit.canonical import canonical_json
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, QuantkitError
 from quantkit.evaluate.loader import PackedEmbedding, PackedLinear, is_artifact, load_artifact, load_checkpoint
@@ -518,3 +519,15 @@ def test_weights_that_are_kept_change_nothing_and_stay_within_their_room(artifac
         assert sum(kept) <= keep
         assert bool(kept) == (keep > 0)
     assert len(kept) == len(layers)
+
+
+@pytest.mark.parametrize("module", ["os.system", "..", "a/../../b", "model.layers.99.mlp.up_proj", "forward", ""])
+def test_a_manifest_that_names_no_layer_of_the_model_is_refused(
+    module: str, artifact: Artifact, tmp_path: Path
+) -> None:
+    path = Path(shutil.copytree(artifact("llama", "rtn-g64"), tmp_path / "changed"))
+    values = json.loads((path / "manifest.json").read_bytes())
+    values["layers"][0]["module"] = module
+    (path / "manifest.json").write_bytes(canonical_json(values))
+    with pytest.raises(ArtifactError, match="is no such layer"):
+        load_artifact(path)
