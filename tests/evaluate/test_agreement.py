@@ -185,9 +185,9 @@ def in_memory(
         chosen[into.module] = picked.tensor
         return layer(self, into, weight, picked, *rest)
 
-    def take_changed(self: Sink, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        folded[entry.name] = tensor.to(entry.dtype)
-        changed(self, entry, tensor)
+    def take_changed(self: Sink, entry: TensorEntry, tensor: torch.Tensor) -> torch.Tensor:
+        folded[entry.name] = changed(self, entry, tensor)
+        return folded[entry.name]
 
     monkeypatch.setattr(Sink, "layer", take_layer)
     monkeypatch.setattr(Sink, "changed", take_changed)
