@@ -14,6 +14,7 @@ import pytest
 
 from quantkit.artifact import verify
 from quantkit.checkpoint import open_checkpoint
+from quantkit.ledger import read_ledger
 from quantkit.manifest import read_manifest
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
@@ -22,10 +23,9 @@ from quantkit.schema import parse_yaml
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 
-# The command, with `promote` written down: what it does has tests of its own.
+# The command, which also writes down what it was asked.
 _COMMAND = """#!/bin/sh
 echo "$@" >> commands.txt
-if [ "$1" = promote ]; then exit 0; fi
 exec {python} -m quantkit.cli "$@"
 """
 
@@ -94,7 +94,10 @@ def test_what_passes_is_promoted_and_its_results_are_all_there(pipeline: Pipelin
     provenance = json.loads((results / "provenance.json").read_bytes())["predicate"]
     assert provenance["runDetails"]["builder"]["id"] == "https://ci.example/run"
     assert [entry["name"] for entry in provenance["runDetails"]["byproducts"]] == ["evals/tiny.json"]
-    assert pipeline.commands[-1] == "promote out/artifact --channel canary --ledger ledger"
+    assert pipeline.commands[-1] == "promote out/artifact --channel canary --policy policy.yaml --ledger ledger"
+    (entry,) = read_ledger(pipeline.folder / "ledger").entries
+    assert (entry.channel, entry.release.identity) == ("canary", manifest.identity)
+    assert entry.release.policy == "tiny"
     assert not any(command.startswith("sign") for command in pipeline.commands)
 
 
