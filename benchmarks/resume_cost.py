@@ -3,8 +3,9 @@
     python benchmarks/resume_cost.py                 some minutes on two cores; writes the JSON and the table
 
 The demo's base is converted and interrupted behind five of its blocks, then resumed. Measured is the time from the
-start of either run to the first tensor of the next block: the first run quantises all blocks on the way, the second runs the
-finished ones once. Times are those of the processor, all cores together, so that other work on the machine counts less.
+start of either run to the first tensor of the next block: the first run quantises all blocks on the way, the second
+runs the finished ones once. Times are those of the processor, all cores together, so that other work on the machine
+counts less.
 """
 
 import argparse
