@@ -42,7 +42,8 @@ LEVELS: list[list[str]] = [
     ["pipeline"],
     # its evaluation and its release
     ["report", "entries", "diff", "evaluate.uncertainty", "evaluate.kernels", "evaluate.protocol", "evaluate.prompts"],
-    ["chain", "evaluate.generation", "evaluate.loader", "evaluate.scoring", "evaluate.outcomes", "evaluate.suite"],
+    ["chain", "evaluate.generation", "evaluate.loader", "evaluate.outcomes", "evaluate.suite"],
+    ["evaluate.scoring"],
     ["evaluate.breakdown", "evaluate.decoding", "evaluate.kept", "evaluate.tasks", "evaluate.serving"],
     ["evaluate.asked", "verification"],
     ["ledger", "evaluate.run"],

@@ -14,10 +14,14 @@ from quantkit.evaluate.scoring import score_rows
 _PROMPT, _STEPS = 64, 16
 
 
+def takes_kernels(model: PreTrainedModel) -> bool:
+    """Whether any layer of `model` decodes with a packed kernel."""
+    return any(layer.kernel() is not None for layer in fast_layers(model))
+
+
 def compared_steps(model: PreTrainedModel, windows: Sequence[torch.Tensor]) -> int:
     """How many steps `decoding_metrics` will compare on `windows`, each `[length]`; none where nothing is fast."""
-    fast = any(layer.kernel() is not None for layer in fast_layers(model))
-    return sum(len(_steps(window)) - 1 for window in windows) if fast else 0
+    return sum(len(_steps(window)) - 1 for window in windows) if takes_kernels(model) else 0
 
 
 @torch.no_grad()
@@ -27,11 +31,14 @@ def decoding_metrics(
     """Fast steps beside exact ones, on the tokens of `windows`, each `[length]`.
 
     Returns `tokens`; `largest_difference` of any logit; `kl_mean`, KL(exact, fast) in nats; `top1`, the share of steps
-    with the same most likely token. The steps of each way see the keys and values of that way.
+    with the same most likely token. The steps of each way see the keys and values of that way. At least one window has
+    a step: one of two tokens has none.
     """
     fast, exact, labels = [], [], []
     for window in windows:
         prompt, steps = window[: _prompt(window)], _steps(window)
+        if len(steps) < 2:
+            continue
         asked = prompt.tolist(), steps[:-1].tolist()
         fast.append(forced_logits(model, *asked))
         with exactly(model):

@@ -29,16 +29,24 @@ class Kept:
     """What one model answers, read from disk where the same model was asked the same before.
 
     identity: of the model's files. The arithmetic belongs to the key as well: dtype, versions, threads, and the kernels
-    of this kind of processor. limit: bytes of the folder, which also takes no more than half of the disk that is free.
-    A disk that is full or cannot be written only costs the next run its time.
+    of this kind of processor. own_code: whether code that the checkpoint brings may run in place of transformers' own,
+    which need not answer the same. limit: bytes of the folder, which also takes no more than half of the disk that is
+    free. A disk that is full or cannot be written only costs the next run its time.
     """
 
     def __init__(
-        self, identity: str, dtype: torch.dtype, *, folder: Path | None = None, limit: int = LARGEST_CACHE
+        self,
+        identity: str,
+        dtype: torch.dtype,
+        *,
+        own_code: bool = False,
+        folder: Path | None = None,
+        limit: int = LARGEST_CACHE,
     ) -> None:
         facts = {
             "identity": identity,
             "dtype": str(dtype),
+            "own_code": own_code,
             "versions": {name: version(name) for name in ("quantkit", "torch", "transformers")},
             "processor": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
@@ -80,7 +88,8 @@ class Kept:
             with path.open("rb") as stream:
                 digest = stream.readline().strip()
                 data = bytearray(stream.read())
-            path.touch()  # read last
+            with suppress(OSError):  # a folder that only others may write is good to read
+                path.touch()  # read last
             if hashlib.sha256(data).hexdigest().encode() == digest:
                 self.found += 1
                 return data

@@ -123,7 +123,8 @@ class PackedLinear(Packed):
         kernel = self.kernel() if self.fast and _is_step(inputs) else None
         if kernel is None:
             return nn.functional.linear(inputs, self._dense(), self.bias)
-        outputs = kernel(inputs.reshape(-1, self.in_features)).reshape(*inputs.shape[:-1], -1)
+        # Kernels refuse rows with gaps between them, as the last positions of a batch are that a head gets.
+        outputs = kernel(inputs.reshape(-1, self.in_features).contiguous()).reshape(*inputs.shape[:-1], -1)
         return outputs if self.bias is None else outputs + self.bias
 
     def _dense(self) -> torch.Tensor:

@@ -16,7 +16,7 @@ from quantkit.canonical import sha256_json
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError, ReportError
 from quantkit.evaluate.breakdown import breakdown, read_part
-from quantkit.evaluate.decoding import compared_steps, decoding_metrics
+from quantkit.evaluate.decoding import compared_steps, decoding_metrics, takes_kernels
 from quantkit.evaluate.generation import Continuation
 from quantkit.evaluate.kept import Kept
 from quantkit.evaluate.loader import is_artifact, load_artifact, load_checkpoint
@@ -100,7 +100,9 @@ def evaluate(
     if tasks:
         notes += _measure_tasks(tasks, subject, opened.checkpoint, expected, metrics, record, tick)
     if asked:
-        record["decoding"] = "packed kernels" if steps else "exact"
+        record["decoding"] = "packed kernels" if takes_kernels(subject) else "exact"
+        if takes_kernels(subject) and not steps:
+            notes.append("packed kernels were not compared with exact steps: windows of 2 tokens leave none")
     if steps:
         metrics["decoding"] = decoding_metrics(subject, _decoded(windows), tick)
     return Report(
@@ -236,7 +238,7 @@ class _Reference:
 
     def __init__(self, opened: Opened, dtype: torch.dtype, reader: Checkpoint) -> None:
         self._opened, self._dtype, self._reader = opened, dtype, reader
-        self.kept = Kept(opened.subject.identity, dtype)
+        self.kept = Kept(opened.subject.identity, dtype, own_code=opened.checkpoint.trust_remote_code)
         self.logits = self.kept.logits(lambda window: window_logits(self._model, window))
 
     @cached_property
@@ -248,7 +250,13 @@ class _Reference:
         from quantkit.evaluate.tasks import run_tasks
 
         tokenizer = self._reader.tokenizer()  # a new one: lm-eval may give it a padding token
-        question = {"task": task.name, "limit": task.limit, "rules": task.rules, "tokenizer": _reading_of(tokenizer)}
+        question = {
+            "lm_eval": version("lm_eval"),
+            "task": task.name,
+            "limit": task.limit,
+            "rules": task.rules,
+            "tokenizer": _reading_of(tokenizer),
+        }
 
         def ask(told: Callable[[], None]) -> dict[str, Any]:
             return vars(run_tasks(self._model, self._opened.checkpoint, tokenizer, [task], told)[task.name])

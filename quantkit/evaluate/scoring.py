@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quantkit.errors import CheckpointError, NumericsError
+from quantkit.evaluate.loader import exactly
 from quantkit.evaluate.uncertainty import Draws, draw, estimate
 
 # Rows of logits that are turned into probabilities at a time: 128 rows of a 150,000-word vocabulary are 77 MB.
@@ -70,7 +71,8 @@ def window_logits(model: PreTrainedModel, window: torch.Tensor) -> torch.Tensor:
     finite.
     """
     try:
-        logits = model(input_ids=window.unsqueeze(0).to(model.device), use_cache=False).logits[0, :-1].cpu()
+        with exactly(model):  # an expert that one token of the window reaches would take it for a step of decoding
+            logits = model(input_ids=window.unsqueeze(0).to(model.device), use_cache=False).logits[0, :-1].cpu()
     except IndexError:
         raise CheckpointError(
             f"the model has no row for one of {len(window)} positions, or for token {int(window.max())}",

@@ -30,6 +30,7 @@ from quantkit.canonical import sha256_file, sha256_json
 from quantkit.checkpoint import Checkpoint
 from quantkit.data import data_dir
 from quantkit.errors import NumericsError, QuantkitError, TaskError, first_line
+from quantkit.evaluate.loader import exactly
 from quantkit.evaluate.outcomes import Outcome, Rule, task_metrics
 from quantkit.evaluate.suite import TaskEntry
 
@@ -81,7 +82,8 @@ class LoadedModel(HFLM):  # type: ignore[misc]
         return super().loglikelihood_rolling(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: list[Any], disable_tqdm: bool = True, **options: Any) -> Any:  # noqa: ARG002
-        return super()._loglikelihood_tokens(requests, disable_tqdm=True, **options)
+        with exactly(self.model):  # a prompt of one token looks like a step of decoding
+            return super()._loglikelihood_tokens(requests, disable_tqdm=True, **options)
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> Any:  # noqa: ARG002
         return super().generate_until(requests, disable_tqdm=True)

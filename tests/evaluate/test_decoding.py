@@ -9,9 +9,10 @@ from transformers import PreTrainedModel
 
 from quantkit.checkpoint import open_checkpoint
 from quantkit.evaluate import kernels
-from quantkit.evaluate.decoding import compared_steps, decoding_metrics
+from quantkit.evaluate.decoding import compared_steps, decoding_metrics, takes_kernels
 from quantkit.evaluate.generation import forced_logits
 from quantkit.evaluate.loader import exactly, fast_layers, load_artifact
+from quantkit.evaluate.scoring import window_logits
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
@@ -65,6 +66,26 @@ def test_inside_exactly_no_layer_takes_a_kernel(model: PreTrainedModel, used: li
         model.generate(torch.stack(WINDOWS)[:, :8], max_new_tokens=3, do_sample=False, pad_token_id=0)
     assert used == []
     assert fast_layers(model) == layers != []
+
+
+def test_scoring_takes_no_kernel_even_for_one_token(model: PreTrainedModel, used: list[int]) -> None:
+    window_logits(model, WINDOWS[0][:1])
+    assert used == []
+    assert fast_layers(model)
+
+
+def test_a_layer_takes_the_last_tokens_of_a_batch(model: PreTrainedModel, used: list[int]) -> None:
+    """As a quantised head gets them: rows that do not lie behind one another."""
+    layer = fast_layers(model)[0]
+    inputs = torch.randn(3, 5, layer.in_features, generator=torch.Generator().manual_seed(2)).bfloat16()
+    assert torch.equal(layer(inputs[:, -1:]), layer(inputs[:, -1:].contiguous()))
+    assert used == [3, 3]
+
+
+def test_a_window_of_two_tokens_has_no_step_to_compare(model: PreTrainedModel) -> None:
+    assert takes_kernels(model)
+    assert compared_steps(model, [WINDOWS[0][:2]]) == 0
+    assert decoding_metrics(model, [WINDOWS[0][:2], WINDOWS[1][:3]])["tokens"] == 1
 
 
 def test_other_dtypes_and_plain_loading_are_exact(artifact: Path) -> None:

@@ -103,6 +103,25 @@ def test_a_folder_that_cannot_be_written_costs_only_time(tmp_path: Path) -> None
     assert model.runs == 2
 
 
+def test_a_folder_that_only_others_may_write_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _Model()
+    expected = _cached(model, tmp_path)(WINDOWS[0])
+
+    def refused(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "touch", refused)
+    assert torch.equal(_cached(model, tmp_path)(WINDOWS[0]), expected)
+    assert model.runs == 1
+
+
+def test_answers_of_a_checkpoints_own_code_are_not_those_of_transformers(tmp_path: Path) -> None:
+    model = _Model()
+    for own_code in (False, True):
+        Kept("a", model.dtype, own_code=own_code, folder=tmp_path).logits(model)(WINDOWS[0])
+    assert model.runs == 2
+
+
 def test_what_this_run_used_makes_no_room_for_more(tmp_path: Path) -> None:
     model = _Model()
     logits = _cached(model, tmp_path, limit=600)

@@ -432,3 +432,35 @@ def test_progress_is_the_same_where_answers_were_kept(home: Path, text: str) -> 
     first = told()
     assert first[0] == len(first) - 1
     assert told() == first
+
+
+@pytest.mark.usefixtures("cache")
+def test_tasks_are_asked_again_by_another_lm_eval(
+    home: Path, text: str, loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(home, with_tasks(text))
+    before = run.version
+    monkeypatch.setattr(run, "version", lambda name: "0.0.1" if name == "lm_eval" else before(name))
+    found(home, with_tasks(text))
+    assert len(loaded) == 2
+
+
+def test_fast_decoding_with_a_packed_head_is_said_where_windows_leave_no_step(
+    zoo: Zoo, text: str, tmp_path: Path
+) -> None:
+    source = shutil.copytree(zoo("llama_untied"), tmp_path / "source")
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(source)
+    recipe = load_recipe("rtn-g64-zp", ["ignore=[]", "weights.scale_dtype=bfloat16", "weights.group_size=32"])
+    convert(make_plan(open_checkpoint(str(source)), recipe), tmp_path / "artifact")
+    report = evaluate(
+        str(tmp_path / "artifact"),
+        Suite(
+            name="short",
+            perplexity=[{"text": text, "windows": 2, "length": 2}],
+            generation=Generation(prompts="case-study", new_tokens=2, limit=2, batch=2),
+        ),
+    )
+    assert report.protocol_record["decoding"] == "packed kernels"
+    assert "decoding" not in report.metrics
+    assert [note for note in report.notes if "packed kernels were not compared" in note]
+    assert report.metrics["batching"]["tokens"] > 0
