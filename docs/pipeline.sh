@@ -30,7 +30,7 @@ OUTPUT=${OUTPUT:-build/artifact} RESULTS=${RESULTS:-build/results} LEDGER=${LEDG
 mkdir -p "$RESULTS"
 
 if [ ! -e "$OUTPUT" ]; then
-    options=(--recipe "$RECIPE" --output "$OUTPUT")
+    options=(--recipe "$RECIPE" --output "$OUTPUT" --resume) # a run that was interrupted goes on
     if [ -n "${CALIB:-}" ]; then options+=(--calib "$CALIB"); fi
     read -ra settings <<< "${SETTINGS:-}"
     for setting in "${settings[@]}"; do options+=(--set "$setting"); done
@@ -52,5 +52,5 @@ if [ -n "${KEY:-}" ]; then
     quantkit sign "$OUTPUT" --key "$KEY"
 fi
 if [ -n "${CHANNEL:-}" ]; then
-    quantkit promote "$OUTPUT" --channel "$CHANNEL" --ledger "$LEDGER"
+    quantkit promote "$OUTPUT" --channel "$CHANNEL" --policy "$POLICY" --ledger "$LEDGER"
 fi
