@@ -30,7 +30,7 @@ OUTPUT=${OUTPUT:-build/artifact} RESULTS=${RESULTS:-build/results} LEDGER=${LEDG
 mkdir -p "$RESULTS"
 
 if [ ! -e "$OUTPUT" ]; then
-    options=(--recipe "$RECIPE" --output "$OUTPUT" --resume) # a run that was stopped goes on
+    options=(--recipe "$RECIPE" --output "$OUTPUT" --resume) # a run that was interrupted goes on
     if [ -n "${CALIB:-}" ]; then options+=(--calib "$CALIB"); fi
     read -ra settings <<< "${SETTINGS:-}"
     for setting in "${settings[@]}"; do options+=(--set "$setting"); done

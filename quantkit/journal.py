@@ -138,9 +138,10 @@ def read_journal(path: Path) -> Journal | None:
 
 
 def _content(line: bytes, kind: str) -> dict[str, Any] | None:
-    """What a line says, or None where it is cut off or of another kind."""
+    """What a line says, or None where it is cut off, of another kind, or holds what canonical JSON cannot."""
     try:
         found = json.loads(line)[kind]
+        canonical_json(found)  # python reads NaN, infinities and halves of characters, and none of them has a hash
     except (ValueError, TypeError, LookupError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -192,3 +192,16 @@ def test_a_generator_goes_on_where_its_state_was_taken() -> None:
     torch.rand(1001, generator=first)
     set_generator(second, generator_state(first))
     assert torch.equal(torch.randperm(50, generator=first), torch.randperm(50, generator=second))
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"'])
+def test_a_journal_with_a_value_that_has_no_hash_does_not_count(path: Path, value: str) -> None:
+    whole = read_journal(path)
+    assert whole is not None
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + f'{{"chain":"","step":{{"a":{value}}}}}\n'.encode() + b"".join(lines[1:]))
+    found = read_journal(path)
+    assert found is not None
+    assert (found.run, found.contents) == (whole.run, [])
+    path.write_text(f'{{"chain":"","run":{{"a":{value}}}}}\n')
+    assert read_journal(path) is None

@@ -101,6 +101,21 @@ def test_what_passes_is_promoted_and_its_results_are_all_there(pipeline: Pipelin
     assert not any(command.startswith("sign") for command in pipeline.commands)
 
 
+def test_what_is_promoted_is_judged_by_the_policy_that_was_named_and_an_interrupted_conversion_goes_on(
+    pipeline: Pipeline,
+) -> None:
+    # Each command succeeds and does nothing but to leave what the script itself copies: only its words count here.
+    (pipeline.folder / "quantkit").write_text(
+        '#!/bin/sh\necho "$@" >> commands.txt\nmkdir -p out/artifact; cd out/artifact; touch manifest.json README.md\n'
+    )
+    done = pipeline.run(CHANNEL="canary", POLICY="own.yaml")
+    assert done.returncode == 0, done.stderr
+    by_name = {command.split()[0]: command.split() for command in pipeline.commands}
+    assert "--resume" in by_name["convert"]
+    for name in ("gate", "report", "promote"):
+        assert by_name[name][by_name[name].index("--policy") + 1] == "own.yaml"
+
+
 def test_what_fails_leaves_its_results_and_is_neither_signed_nor_promoted(pipeline: Pipeline) -> None:
     set_policy(pipeline, bits=2)
     done = pipeline.run(CHANNEL="canary", KEY="key.pem")
