@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.artifact import CARD_FILE
 from quantkit.canonical import canonical_json
 from quantkit.checkpoint import open_checkpoint
 from quantkit.entries import Stamp
@@ -45,7 +46,8 @@ class Scene:
 
     @property
     def files(self) -> list[Path]:
-        found = [*self.artifact.rglob("*"), *self.ledger.rglob("*")]
+        """All but the model card: it lies outside the identity, and people may edit it."""
+        found = {*self.artifact.rglob("*"), *self.ledger.rglob("*")} - {self.artifact / CARD_FILE}
         return sorted(path for path in found if path.is_file() and path.name not in _EMPTY)
 
 

@@ -142,7 +142,7 @@ def test_sign_and_verify_with_a_key(run: Run, artifact: Path, tmp_path: Path) ->
     subprocess.run(["openssl", "ec", "-in", "key.pem", "-pubout", "-out", "key.pub"], check=True, capture_output=True)
     signed = shutil.copytree(artifact, tmp_path / "signed")
     unsigned = run("verify", signed, "--public-key", "key.pub")
-    assert (unsigned.code, unsigned.out.strip()) == (1, "unsigned: there is no model.sig")
+    assert (unsigned.code, unsigned.out.splitlines()[-1]) == (1, "unsigned: there is no model.sig")
     made = run("sign", signed, "--key", "key.pem", "--json")
     assert (made.code, made.json["path"]) == (0, str(signed / "model.sig"))
     good = run("verify", signed, "--public-key", "key.pub", "--json")
@@ -599,7 +599,7 @@ def test_a_quantised_embedding_stands_in_the_dry_run_and_in_inspect(
         (["diff", "ARTIFACT", "MODEL"], ["manifest.json does not exist"]),
         (["promote", "ARTIFACT"], ["--channel"]),
         (["promote", "ARTIFACT", "--channel", "Production!"], ["'Production!' cannot name a channel"]),
-        (["promote", "ARTIFACT", "--channel", "canary"], ["quick.json does not exist", "run quantkit eval"]),
+        (["promote", "ARTIFACT", "--channel", "canary"], ["standard.json does not exist", "run quantkit eval"]),
         (["promote", "ARTIFACT", "--channel", "canary", "--policy", "relase"], ["release"]),
         (["promote", "ARTIFACT", "--channel", "canary", "--at", "yesterday"], ["'yesterday'", "2026-01-31T09:00:00Z"]),
         (["promote", "ARTIFACT", "--channel", "canary", "--by", ""], ["--by"]),

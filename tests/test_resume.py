@@ -129,12 +129,14 @@ def test_a_crash_at_any_flush_resumes_to_the_same_identity(
 ) -> None:
     folder, copies = tmp_path / "disk", tmp_path / "copies"
     folder.mkdir()
+    # Nothing is saved before the source is hashed, which on a busy machine may take as long as the conversion.
+    monkeypatch.setattr("quantkit.pipeline._Digests.done", property(lambda self: self.result() is not None))
     with watched(folder, copies, monkeypatch) as disk:
         expected = make(deep, folder / "artifact", recipe).manifest.identity
     assert disk.flushes > 15
     blocks = set()
-    # Every fifth of them here; benchmarks/kill_loop.py does more.
-    for crash in sorted(copies.iterdir())[::5]:
+    # Every third of them here, in the order in which they were made; benchmarks/kill_loop.py does more.
+    for crash in sorted(copies.iterdir(), key=lambda path: int(path.name.partition("-")[2]))[::3]:
         output = crash / "artifact"
         if output.exists():  # the rename had been made
             assert verify(output) == []

@@ -13,8 +13,9 @@ import pytest
 from quantkit.artifact import seal_run, verify
 from quantkit.canonical import canonical_json, sha256_bytes, sha256_file
 from quantkit.checkpoint import open_checkpoint
+from quantkit.components import component_hashes
 from quantkit.errors import ArtifactError, UsageError
-from quantkit.manifest import read_manifest
+from quantkit.manifest import Manifest, read_manifest
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
@@ -113,6 +114,8 @@ def test_a_forged_artifact_that_agrees_with_itself_is_not_signed(artifact: Path,
     flip(artifact / "model.safetensors")
     values = json.loads((artifact / "manifest.json").read_bytes())
     values["components"]["weights"][0]["sha256"] = sha256_file(artifact / "model.safetensors")
+    forged = Manifest.model_validate_json(canonical_json(values))
+    values["component_sha256"] = component_hashes(artifact, forged.components, forged.component_sha256)
     (artifact / "manifest.json").write_bytes(canonical_json(values))
     run = json.loads((artifact / "run.json").read_bytes())
     run["identity"] = sha256_bytes(canonical_json(values))
