@@ -28,7 +28,7 @@ from quantkit.recipe import load_recipe
 
 RESULT = Path("benchmarks/results/resume_cost.json")
 DOCUMENT = "docs/reliability.md"
-RECIPES = ["gptq-g64", "awq-gptq-g64", "awq-gptq-signround-g64"]
+RECIPES = ["gptq-g64", "awq-gptq-g64"]
 SETTINGS = ["calibration.samples=16"]
 # Both times grow with the number of blocks, so that a part of them tells the share as well as all.
 DONE = 5
