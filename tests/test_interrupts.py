@@ -26,11 +26,12 @@ from quantkit.cli import main
 write, done, middle = artifact.WeightsWriter.write, [], sys.argv.pop()
 
 def slowly(self, name, tensor):
-    write(self, name, tensor)
+    digest = write(self, name, tensor)
     done.append(name)
     if len(done) == 4:
         open(middle, "w").close()
         time.sleep(300)
+    return digest
 
 artifact.WeightsWriter.write = slowly
 main()
