@@ -10,8 +10,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +33,8 @@ app.add_typer(ledger_app, name="ledger")
 _LEDGER = Path("manifests")
 _messages = Console(stderr=True, highlight=False)
 _TYPER_INTERRUPTED = 130
+# Seconds between two lines of progress in a log.
+_LINE_SECONDS = 60
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 LedgerFolder = Annotated[Path, typer.Option("--ledger", help="Folder of the ledger.")]
@@ -91,12 +94,18 @@ def convert(
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with _resumable(target), Progress(*columns, console=_messages, transient=True) as bar:
         task = bar.add_task("converting", total=total)
+        tell = _in_lines(bar)
+
+        def progress(_: str, size: int) -> None:
+            bar.advance(task, size)
+            tell()
+
         done = run(
             plan,
             target,
             calibration=calibration,
             shard_bytes=shard_bytes,
-            progress=lambda _, size: bar.advance(task, size),
+            progress=progress,
             resume=resume,
         )
     _say(f"wrote {target} in {done.seconds:.1f} s; identity {done.manifest.identity}")
@@ -123,13 +132,17 @@ def evaluate_command(
     from quantkit.evaluate.run import evaluate
     from quantkit.evaluate.suite import load_suite
     from quantkit.pages import write_report_page
-    from quantkit.report import write_report
+    from quantkit.report import refuse_unwritable, write_report
     from quantkit.scorecard import update_card
     from quantkit.tables import report_table
 
     if html and output is not None and output.suffix == ".html":
         raise UsageError(f"--output {output} names the page", "name the JSON file; the page is written beside it")
     chosen = load_suite(suite)
+    # A short run never takes the place of a whole one, which a gate may be waiting for.
+    name = chosen.name if limit is None else f"{chosen.name}-limit{limit}"
+    inside = Path(model) / REPORTS / f"{name}.json"
+    refuse_unwritable(output or (inside if is_artifact(model) else Path(inside.name)))
     with _windows_bar() as progress:
         report = evaluate(
             model,
@@ -139,9 +152,6 @@ def evaluate_command(
             trust_remote_code=trust_remote_code,
             progress=progress,
         )
-    # A short run never takes the place of a whole one, which a gate may be waiting for.
-    name = chosen.name if limit is None else f"{chosen.name}-limit{limit}"
-    inside = Path(model) / REPORTS / f"{name}.json"
     beside = Path(f"{report.subject.name.rpartition('/')[2]}.{name}.json")
     path = output or (inside if is_artifact(model) else beside)
     write_report(report, path)
@@ -549,16 +559,35 @@ def _windows_bar() -> Iterator[Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=_messages)
     task = bar.add_task("evaluating", total=None)
+    tell = _in_lines(bar)
     with ExitStack() as stack:
 
         def step(total: int | None) -> None:
             if total is None:
                 bar.advance(task)
+                tell()
             else:  # an error before this point is one line, without a bar above it
                 bar.update(task, total=total)
                 stack.enter_context(bar)
 
         yield step
+
+
+def _in_lines(bar: Progress) -> Callable[[], None]:
+    """To be called after each advance: where no terminal shows the bar, it says now and then how far its task is."""
+    last = time.monotonic()
+
+    def tell() -> None:
+        nonlocal last
+        now = time.monotonic()
+        if bar.console.is_terminal or now - last < _LINE_SECONDS:
+            return
+        last = now
+        [task] = bar.tasks
+        left = "" if task.time_remaining is None else f", about {timedelta(seconds=int(task.time_remaining))} left"
+        _say(f"{task.description}: {int(task.percentage)} %{left}")
+
+    return tell
 
 
 def _stamp(by: str | None, at: str | None) -> Any:

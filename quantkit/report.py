@@ -1,6 +1,7 @@
 """Reports: what an evaluation found, bound to the identity of the bytes and the hash of the protocol."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -91,6 +92,20 @@ def refuse_other_reference(report: Report, path: Path, source_identity: str, art
             f"{path} compares with {report.reference.name}, which is not the source of {artifact}",
             "run quantkit eval with the source as --reference",
         )
+
+
+def refuse_unwritable(path: Path) -> None:
+    """Raises ReportError where it can be told before hours of work that `write_report` would fail."""
+    parent = next(folder for folder in path.absolute().parents if folder.exists())
+    problem = None
+    if path.is_dir():
+        problem = f"{path} is a directory"
+    elif not parent.is_dir():
+        problem = f"{parent} is not a directory"
+    elif not os.access(parent, os.W_OK | os.X_OK):
+        problem = f"{parent} is not writable"
+    if problem:
+        raise ReportError(problem, "choose another --output")
 
 
 def write_report(report: Report, path: Path) -> None:

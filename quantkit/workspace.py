@@ -63,7 +63,8 @@ class Workspace:
         if journal is None:
             return None
         # Steps of another version may have other keys.
-        tensors = sum(len(content.get("done", [])) for content in journal.contents)
+        named = [content.get("done") for content in journal.contents]
+        tensors = sum(len(names) for names in named if isinstance(names, list))
         blocks = journal.contents[-1].get("blocks")
         return f"{f'{blocks} blocks and ' if blocks else ''}{tensors} tensors are done and kept in {self.root}"
 
@@ -83,6 +84,8 @@ def writing(output: Path, *, resume: bool = False) -> Iterator[Workspace]:
     """
     refuse_existing(output)
     work = Workspace(output)
+    if work.root.is_symlink():
+        raise ArtifactError(f"{work.root} is a link, where the artifact would be made", "remove it")
     with disk_errors(output, lambda: _how_to_go_on(work)):
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(work)

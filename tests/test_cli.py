@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import struct
@@ -209,6 +210,22 @@ def test_eval_of_a_checkpoint_writes_beside_and_to_the_output_asked_for(run: Run
     found = run("eval", zoo("llama"), "--suite", suite, "--output", "new/mine.json", "--json")
     assert found.json["path"] == "new/mine.json"
     assert json.loads(Path("new/mine.json").read_bytes())["subject"]["kind"] == "checkpoint"
+
+
+def test_eval_says_where_no_report_can_be_written_before_it_measures(run: Run, artifact: Path, suite: Path) -> None:
+    found = run("eval", artifact, "--suite", suite, "--output", ".")
+    assert found.code == 2
+    assert found.err == "quantkit: . is a directory; choose another --output\n"
+
+
+def test_eval_without_a_terminal_says_now_and_then_how_far_it_is(
+    run: Run, artifact: Path, suite: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_LINE_SECONDS", 0)
+    lines = [line for line in run("eval", artifact, "--suite", suite).err.splitlines() if " %" in line]
+    assert len(lines) > 1
+    assert all(re.fullmatch(r"evaluating: \d+ %(, about \d:\d\d:\d\d left)?", line) for line in lines), lines
+    assert lines[-1].startswith("evaluating: 100 %")
 
 
 def test_eval_writes_the_page_beside_the_report_unless_told_not_to(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from quantkit.errors import ReportError
-from quantkit.report import REPORT_VERSION, Report, Subject, SuiteRecord, read_report, write_report
+from quantkit.report import REPORT_VERSION, Report, Subject, SuiteRecord, read_report, refuse_unwritable, write_report
 
 INTERVAL = {"value": 1.02, "low": 1.01, "high": 1.03}
 
@@ -91,6 +91,22 @@ def test_a_failing_disk_keeps_the_old_report(tmp_path: Path, monkeypatch: pytest
         write_report(report(notes=["new"]), path)
     assert read_report(path) == report().sealed()
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("place", ["folder", "file/report.json"])
+def test_a_place_that_can_hold_no_report_is_refused_before_there_is_one(place: str, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    with pytest.raises(ReportError, match=r"is (not )?a directory; choose another --output"):
+        refuse_unwritable(tmp_path / place)
+    refuse_unwritable(tmp_path / "new" / "folders" / "report.json")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+
+
+def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # noqa: ARG005 - root may write everywhere
+    with pytest.raises(ReportError, match=f"{tmp_path} is not writable"):
+        refuse_unwritable(tmp_path / "report.json")
 
 
 def test_a_report_that_cannot_be_placed_is_one_error(tmp_path: Path) -> None:

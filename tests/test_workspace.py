@@ -15,6 +15,10 @@ def step(blocks: int = 1) -> Step:
     return Step(blocks=blocks, done=["a", "b"], tensors={}, layers=[], fold_sites=[], fallbacks=[], generators={})
 
 
+class Forged(Step):
+    done: int  # type: ignore[assignment]
+
+
 def begin(work: Workspace, steps: int) -> None:
     """What a conversion of so many saved steps leaves in a workspace."""
     work.directory.mkdir(parents=True, exist_ok=True)
@@ -124,6 +128,26 @@ def test_leftovers_that_nobody_can_go_on_with_are_cleared_away(left: str, resume
     with writing(output, resume=resume) as again:
         assert list(again.directory.iterdir()) == []
     assert list(output.parent.iterdir()) == [output]
+
+
+def test_a_link_in_the_place_of_the_workspace_is_not_followed(output: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    work = Workspace(output)
+    work.root.symlink_to(elsewhere)
+    with pytest.raises(ArtifactError, match="is a link, where the artifact would be made; remove it"):
+        writing(output).__enter__()
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_forged_step_without_a_list_of_tensors_counts_none(output: Path) -> None:
+    work = Workspace(output)
+    begin(work, 0)
+    writer = JournalWriter.create(work.journal_path, {"recipe": "one"})
+    writer.append(Forged(**step().model_dump() | {"done": 7}))
+    writer.close()
+    assert work.progress is not None
+    assert "0 tensors are done" in work.progress
 
 
 def test_a_second_writer_is_refused_whatever_it_wants_and_the_first_is_not_disturbed(output: Path) -> None:
