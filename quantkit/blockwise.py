@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import linear
 
 from quantkit.affine import dequantize
 from quantkit.algorithms.gptq import row_errors
@@ -27,7 +28,7 @@ from quantkit.manifest import FallbackRecord, FoldRecord, OutputError
 from quantkit.passes import QUANTISERS, REFINERS, TRANSFORMS, Chosen
 from quantkit.plan import Plan, Quantised
 from quantkit.sink import Sink
-from quantkit.stats import collect
+from quantkit.stats import collect, linears_of
 from quantkit.types import CalibrationStats, FoldSite, QuantScheme
 
 # Fold scales of the equivalence check are drawn with it; any seed would do, one makes runs repeat.
@@ -83,8 +84,7 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
         set_generator(generators[kind], state)
     done = sink.blocks
     assert plan.recipe.calibration is not None
-    # Products in bfloat16, everything else in float32; sites are proved outside, in float32 throughout.
-    reduced = torch.autocast("cpu", torch.bfloat16, plan.recipe.calibration.dtype == "bfloat16")
+    reduced = partial(_reduced, wanted=plan.recipe.calibration.dtype == "bfloat16")
     for index in range(len(live.blocks)):
         name = f"{live.prefix}.{index}"
         block = live.load(index)
@@ -92,29 +92,53 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
         run = partial(live.run, index)
         sample = hidden[:1, :_PROOF_TOKENS]
         if index < done:
-            with reduced:
+            with reduced(block):
                 refining.advance(index)
             folding.candidates(block, run, sample)
             _read_back(block, name, local, sink, live)
         else:
-            with reduced:
+            with reduced(block):
                 stats = _statistics(block, local, name, run, hidden)
             work = _Block(name, block, local, stats)
-            with reduced:
+            with reduced(block):
                 refining.advance(index)
             folding.run(work, run, sample)
             with _single_threaded():
                 chosen = _quantise(plan, work)
-            with reduced:
+            with reduced():
                 chosen = refining.run(index, work, chosen)
             _write(plan, work, chosen, sink)
             sink.blocks = index + 1
             sink.generators = {kind: generator_state(generator) for kind, generator in generators.items()}
             sink.save()
         if index + 1 < len(live.blocks):
-            with reduced, _rounded_inputs(block, local, plan.recipe.activations is not None):
+            with reduced(block), _rounded_inputs(block, local, plan.recipe.activations is not None):
                 live.advance(index, hidden)
         live.free(index)
+
+
+@contextmanager
+def _reduced(block: nn.Module | None = None, *, wanted: bool) -> Iterator[None]:
+    """Products in bfloat16 where `wanted`, all else in float32; fold sites are proved outside, in float32 throughout.
+
+    block: one whose weights stay as they are meanwhile. They are cast once, where autocast alone would cast them again
+    for each batch.
+    """
+    linears = [] if block is None or not wanted else linears_of(block).values()
+    plain = [module for module in linears if type(module) is nn.Linear]
+    for module in plain:
+        vars(module)["forward"] = partial(_product, module, module.weight.bfloat16())
+    try:
+        with torch.autocast("cpu", torch.bfloat16, wanted):
+            yield
+    finally:
+        for module in plain:
+            del vars(module)["forward"]
+
+
+def _product(module: nn.Linear, weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What a linear puts out. weight: its own in bfloat16, for wherever a model has not turned autocast off."""
+    return linear(value, weight if torch.is_autocast_enabled("cpu") else module.weight, module.bias)
 
 
 def _read_back(block: nn.Module, name: str, layers: dict[str, Quantised], sink: Sink, live: LiveModel) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from quantkit.affine import dequantize
@@ -13,6 +14,7 @@ from quantkit.algorithms.awq import awq_scales
 from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.algorithms.smoothquant import fake_quantize_tokens, shared_max, smooth_scales
 from quantkit.artifact import verify
+from quantkit.blockwise import _reduced
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import CalibrationError, NumericsError, SchemaError
@@ -229,3 +231,30 @@ def test_the_mixed_recipe_converts_verifies_and_loads_in_transformers(
         ours = load_artifact(tmp_path / "a")(IDS[:2]).logits
         theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "a")(IDS[:2]).logits
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+class _PartlyExact(nn.Module):
+    """A block with a linear that the model runs in float32 whatever autocast says, as some routers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduced, self.exact = nn.Linear(48, 32), nn.Linear(32, 16)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        value = self.reduced(value)
+        with torch.autocast("cpu", enabled=False):
+            return self.exact(value.float())
+
+
+@torch.no_grad()
+def test_a_block_in_bfloat16_does_to_the_bit_what_autocast_does_and_is_left_as_it_was() -> None:
+    block, value = _PartlyExact(), torch.randn(6, 48, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = block(value)
+    with _reduced(block, wanted=True):
+        assert torch.equal(block(value), expected)
+    exact = block(value)
+    assert not torch.equal(exact, expected)
+    with _reduced(block, wanted=False):
+        assert torch.equal(block(value), exact)
+    assert all("forward" not in vars(module) for module in block.modules())
