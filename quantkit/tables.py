@@ -46,7 +46,7 @@ def report_table(report: Report) -> Table:
     """Every metric with its interval, but for the breakdown and the parts of tasks, which the page shows."""
     table = Table(title=plain(f"{report.subject.name}  {report.identity[:12]}"), title_justify="left")
     for column in ("metric", "value", "95% interval"):
-        table.add_column(column, justify="left" if column == "metric" else "right")
+        table.add_column(column, justify="left" if column == "metric" else "right", overflow="fold")
     for path, metric in flat_metrics({name: value for name, value in report.metrics.items() if name != "breakdown"}):
         if ".by_" in path:
             continue
@@ -71,7 +71,7 @@ def verdict_table(verdict: Verdict) -> Table:
     title = f"gate {verdict.policy.name}  {verdict.identity[:12]}"
     table = Table(title=plain(title), title_justify="left")
     for column in ("check", "limit", "value", "margin", "verdict"):
-        table.add_column(column, justify="left" if column == "check" else "right")
+        table.add_column(column, justify="left" if column == "check" else "right", overflow="fold")
     for row in verdict.rows:
         style = "green" if row.outcome == "pass" else "bold red"
         table.add_row(*map(plain, (row.check, row.limit, row.value, row.margin)), f"[{style}]{row.outcome}[/]")
