@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from doc_tables import put_table
 from quality import figures, merged_rows
-from rtn_table import ROOT, say, score_all, write_json
+from rtn_table import ROOT, say, score, write_json
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -34,7 +34,7 @@ from quantkit.affine import dequantize
 from quantkit.calibration import calibrate_from, load_set
 from quantkit.checkpoint import open_checkpoint
 from quantkit.demo import base_checkpoint, load_demo
-from quantkit.evaluate.loader import load_artifact, load_checkpoint
+from quantkit.evaluate.loader import load_artifact
 from quantkit.evaluate.protocol import load_windows
 from quantkit.formats import FORMATS
 from quantkit.recipe import load_recipe
@@ -125,7 +125,7 @@ def measure(pairs: list[Pair], peer_python: Path, count: int) -> dict[str, Any]:
             say(f"{pair.label}: quantkit took {costs[f'{pair.label}, quantkit']['seconds']['cpu']} CPU s")
             models[f"{pair.label}, llm-compressor"] = decoded(theirs)
             models[f"{pair.label}, quantkit"] = load_artifact(ours, dtype=torch.float32)
-        scores = score_all(load_checkpoint(checkpoint, dtype=torch.float32), models, windows.ids)
+        scores = {label: score(model, checkpoint, windows.ids) for label, model in models.items()}
     return {
         "what": "two tools, one base, the same calibration tokens, 4 bits in groups of 64",
         "command": "python benchmarks/peers.py",

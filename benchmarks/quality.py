@@ -11,7 +11,6 @@ window. Cases that are measured alone are merged into the committed result, each
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -23,14 +22,13 @@ from typing import Any
 
 import torch
 from doc_tables import put_table
-from rtn_table import ROOT, rounded, say, score_all, write_json
+from rtn_table import ROOT, rounded, say, score, write_json
 from second_model import drawn, second_checkpoint
-from transformers import PreTrainedModel
 
 from quantkit.calibration import Calibration, calibrate_from, load_set
 from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.demo import base_checkpoint, load_demo
-from quantkit.evaluate.loader import PackedLinear, load_artifact, load_checkpoint
+from quantkit.evaluate.loader import load_artifact, load_checkpoint
 from quantkit.evaluate.protocol import load_windows
 from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics
 from quantkit.manifest import Manifest
@@ -77,6 +75,10 @@ CASES = [
     Case("smoothquant-w8a8", "smoothquant-w8a8"),
     Case("gptq-w8a8", "gptq-w8a8"),
 ]
+
+
+# Unpacked weights stay in memory, all of them.
+_ALL = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -128,13 +130,15 @@ def main() -> int:
     cases = [case for case in CASES if not arguments.only or any(fits(word, case, labels) for word in arguments.only)]
     for name in arguments.model or SUBJECTS:
         path = RESULT.with_stem(f"{RESULT.stem}_{name}")
-        result = measure(cases, SUBJECTS[name](arguments.windows))
-        if not arguments.no_write:
-            result = merged_rows(result, ROOT / path, [case.label for case in CASES])
-            write_json(result, ROOT / path)
-            put_table("docs/quality.md", f"quality {name}", markdown(result))
-            say(f"wrote {path} and docs/quality.md")
-        print(markdown(result))
+        subject = SUBJECTS[name](arguments.windows)
+        for case in cases:
+            result = measure(case, subject)
+            print(markdown(result), flush=True)
+            if not arguments.no_write:  # after each case: the next one may take an hour
+                result = merged_rows(result, ROOT / path, [case.label for case in CASES])
+                write_json(result, ROOT / path)
+                put_table("docs/quality.md", f"quality {name}", markdown(result))
+                say(f"wrote {path} and docs/quality.md")
     return 0
 
 
@@ -144,24 +148,20 @@ def fits(word: str, case: Case, labels: set[str]) -> bool:
 
 
 @torch.no_grad()
-def measure(cases: list[Case], subject: Subject) -> dict[str, Any]:
-    """Convert every case, then score all of them beside the base."""
+def measure(case: Case, subject: Subject) -> dict[str, Any]:
+    """Convert a case, and score it beside the base: a result of one row."""
     checkpoint = subject.checkpoint
-    models, made = {}, {}
     with tempfile.TemporaryDirectory(prefix="quality-") as folder:
-        for case in cases:
-            output = Path(folder) / "artifact"
-            made[case.label] = run(case, subject, output)
-            models[case.label] = decoded_once(load_artifact(output, dtype=torch.float32))
-            shutil.rmtree(output)  # the packed tensors are in memory now
-        scores = score_all(load_checkpoint(checkpoint, dtype=torch.float32), models, subject.ids)
+        output = Path(folder) / "artifact"
+        made = run(case, subject, output)
+        scores = score(load_artifact(output, dtype=torch.float32, keep=_ALL), checkpoint, subject.ids)
     return {
         "what": "fidelity of packed artifacts to their float32 base on text that calibration never saw",
         "command": "python benchmarks/quality.py",
         "base": {"name": checkpoint.name, "dtype": "float32"},
         **subject.about,
         "versions": {name: version(name) for name in ("quantkit", "torch", "transformers", "numpy")},
-        "rows": [row(case, *made[case.label], scores[case.label]) for case in cases],
+        "rows": [row(case, *made, scores)],
     }
 
 
@@ -175,16 +175,6 @@ def run(case: Case, subject: Subject, output: Path) -> tuple[Manifest, dict[str,
     seconds = {"wall": round(time.time() - wall, 1), "cpu": round(time.process_time() - cpu, 1)}
     say(f"{case.label}: converted in {seconds['wall']} s wall, {seconds['cpu']} s CPU")
     return manifest, seconds
-
-
-def decoded_once(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with its packed linears dense: the same numbers, not unpacked again for every window."""
-    for name, module in list(model.named_modules()):
-        if type(module) is PackedLinear:
-            dense = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-            dense.weight, dense.bias = torch.nn.Parameter(module.weight, requires_grad=False), module.bias
-            model.set_submodule(name, dense)
-    return model
 
 
 def row(case: Case, manifest: Manifest, seconds: dict[str, float], scores: Scores) -> dict[str, Any]:

@@ -17,23 +17,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from rtn_published import MODEL, REVISION, run_published
 from transformers import PreTrainedModel
 
-from quantkit.checkpoint import open_checkpoint
+from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.demo import base_checkpoint, load_demo
+from quantkit.evaluate.kept import Kept
 from quantkit.evaluate.loader import load_artifact, load_checkpoint
 from quantkit.evaluate.protocol import load_windows
-from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows
-from quantkit.manifest import Manifest
-from quantkit.pipeline import convert
+from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows, window_logits
+from quantkit.manifest import Manifest, files_identity
+from quantkit.pipeline import convert, source_files
 from quantkit.plan import make_plan
 from quantkit.recipe import load_recipe
 
@@ -118,8 +118,7 @@ def measure(count: int, length: int) -> dict[str, Any]:
     windows = load_windows("wiki-en", checkpoint.tokenizer(), count, length)
     with packed_models(checkpoint) as models:
         started = time.time()
-        base = load_checkpoint(checkpoint, dtype=torch.float32)
-        scores = score_all(base, {label: model for label, (model, _) in models.items()}, windows.ids)
+        scores = {label: score(model, checkpoint, windows.ids) for label, (model, _) in models.items()}
         say(f"scored in {time.time() - started:.0f} s")
         rows = [base_row(next(iter(scores.values())))]
         rows += [row(case, models[case.label][1], scores[case.label]) for case in CASES]
@@ -150,32 +149,15 @@ def packed_models(checkpoint: Any) -> Iterator[dict[str, tuple[PreTrainedModel, 
         yield models
 
 
-class Remembered:
-    """The base model, run once a window however many artifacts are compared with it."""
+def score(model: PreTrainedModel, checkpoint: Checkpoint, ids: torch.Tensor) -> Scores:
+    """Scores of `model` beside the float32 base, whose logits are kept in the cache: it runs once a window."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._ids, self._logits = model, torch.empty(0), torch.empty(0)
-        self.device = model.device
+    @cache
+    def base() -> PreTrainedModel:
+        return load_checkpoint(checkpoint, dtype=torch.float32)
 
-    def __call__(self, *, input_ids: torch.Tensor, use_cache: bool) -> SimpleNamespace:
-        if not torch.equal(self._ids, input_ids):
-            self._ids, self._logits = input_ids, self._model(input_ids=input_ids, use_cache=use_cache).logits
-        return SimpleNamespace(logits=self._logits)
-
-
-def score_all(base: PreTrainedModel, models: dict[str, PreTrainedModel], ids: torch.Tensor) -> dict[str, Scores]:
-    """Scores of each model beside `base`, window by window."""
-    remembered: Any = Remembered(base)
-    parts: dict[str, list[Scores]] = {label: [] for label in models}
-    for number, window in enumerate(ids, 1):
-        for label, model in models.items():
-            parts[label].append(score_windows(model, window.unsqueeze(0), remembered))
-        say(f"window {number} of {len(ids)}")
-    return {label: joined(scores) for label, scores in parts.items()}
-
-
-def joined(parts: list[Scores]) -> Scores:
-    return Scores(**{name: np.concatenate([vars(part)[name] for part in parts]) for name in vars(parts[0])})
+    kept = Kept(files_identity(source_files(checkpoint)), torch.float32)
+    return score_windows(model, ids, kept.logits(lambda window: window_logits(base(), window)))
 
 
 def base_row(scores: Scores) -> dict[str, Any]:
