@@ -133,6 +133,12 @@ def test_a_suite_that_makes_no_sense_is_an_error_naming_the_file(body: str, tmp_
         load_suite(write(tmp_path, f"name: mine\n{body}\n"))
 
 
+def test_a_wrong_setting_of_a_task_is_named(tmp_path: Path) -> None:
+    body = "name: mine\nperplexity: [{text: a, windows: 1, length: 64}]\ntasks: [b, {name: a, limit: 0}]\n"
+    with pytest.raises(SchemaError, match=r"tasks\.1\..*limit: .*greater than or equal to 1"):
+        load_suite(write(tmp_path, body))
+
+
 def test_a_name_that_is_not_shipped_lists_the_near_ones() -> None:
     with pytest.raises(SchemaError, match="quick"):
         load_suite("quik")
