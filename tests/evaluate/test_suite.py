@@ -124,6 +124,7 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
         "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a, new_tokens: 0}",
         "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a, new_tokens: 8, limit: 0}",
         "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a, new_tokens: 8, batch: 1}",
+        "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a, new_tokens: 8, batch: 1025}",
         "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: [a]",
         "perplexity: [{text: a, windows: 1, length: 64}]\nperplexity: []",
     ],
