@@ -123,7 +123,12 @@ def validate(
 
 def _first_problem(invalid: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
     """The problem most worth reading, and the next action. Unknown keys come first: they explain missing ones."""
-    problems = sorted(invalid.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    found = invalid.errors()
+    # Of a value that may be of several kinds, the kind that was followed into is the one that was meant.
+    followed = {problem["loc"][:-2] for problem in found if len(problem["loc"]) > 1}
+    problems = sorted(
+        found, key=lambda problem: (problem["type"] != "extra_forbidden", problem["loc"][:-1] in followed)
+    )
     first = problems[0]
     key = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

@@ -1,5 +1,6 @@
 """Token tables: a text joined, tokenised once, and cut into consecutive windows by a stated BOS rule."""
 
+import sys
 from typing import Literal
 
 import torch
@@ -27,6 +28,7 @@ def token_table(text: Text, tokenizer: PreTrainedTokenizerBase, length: int, rul
 
     rule: `none`, `window`, or `once`: as `window`, and a window that opens with a BOS of the text's own gets no second.
     """
+    length = min(length, sys.maxsize)  # no text fills such a window, and a shape takes no more
     ids = tokenizer(text.joined, add_special_tokens=False, verbose=False)["input_ids"]
     if rule == "once":
         return _opened_once(ids, tokenizer.bos_token_id, length)

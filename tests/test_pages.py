@@ -225,6 +225,15 @@ def hostile(manifest: Manifest) -> tuple[Report, Manifest, Verdict]:
     return report, evil, Verdict(HOSTILE, policy, [Row(HOSTILE, HOSTILE, HOSTILE, HOSTILE, "fail")])
 
 
+def test_a_name_that_turns_the_direction_of_reading_does_not_turn_what_stands_beside_it(manifest: Manifest) -> None:
+    turned = "\u202ename"
+    report = sample_report(manifest, metrics=sample_metrics() | sample_answers(turned))
+    subject = report.subject.model_copy(update={"name": turned})
+    page = report_page(report.model_copy(update={"subject": subject}), manifest, "not judged")
+    assert f"<b><bdi>{turned}0</bdi></b>" in page
+    assert f"<bdi>{turned}</bdi> (artifact)" in page
+
+
 def test_every_text_of_model_manifest_report_and_policy_is_escaped(manifest: Manifest) -> None:
     report, evil, verdict = hostile(manifest)
     entries = [Entry(Path(HOSTILE), evil, report)] * 2

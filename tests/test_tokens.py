@@ -43,6 +43,13 @@ def test_too_little_text_fills_no_window(text: str, rest: int) -> None:
     assert windows(text, "once") == ([], rest)
 
 
+@pytest.mark.parametrize("rule", ["none", "window", "once"])
+def test_windows_longer_than_any_text_are_not_filled(rule: str) -> None:
+    table, rest = token_table(Text("t", "en", ["abc"], ""), byte_tokenizer(), 10**30, rule)
+    assert len(table) == 0
+    assert rest == 3
+
+
 def test_a_tokenizer_that_spells_nothing_of_a_text_puts_no_bos_before_it() -> None:
     letters = Tokenizer(models.BPE(vocab={"<s>": 0, "v": 1}, merges=[]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>")  # noqa: S106

@@ -7,6 +7,7 @@ the first position with another choice is the one at which a free run would part
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -114,9 +115,14 @@ def stop_tokens(checkpoint: Checkpoint) -> list[int]:
     if found is None:
         found = getattr(checkpoint.config.get_text_config(), "eos_token_id", None)
     stops = [] if found is None else found if isinstance(found, list) else [found]
-    if not all(isinstance(stop, int) for stop in stops):
+    if not all(map(_may_be_token, stops)):
         raise CheckpointError(f"{path}: {str(found)[:40]!r} is no token id to end with", action)
     return stops
+
+
+def _may_be_token(stop: Any) -> bool:
+    # Some models write -1 for none. True is a number in Python, and a larger one than 64 bits fits no tensor.
+    return isinstance(stop, int) and not isinstance(stop, bool) and -1 <= stop < 1 << 63
 
 
 # From a step, counted from 0, and float32 logits `[rows, vocabulary]` to the token of each row.

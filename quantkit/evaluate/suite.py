@@ -9,6 +9,9 @@ from quantkit.errors import UsageError
 from quantkit.schema import Strict, find_document, read_yaml, validate
 from quantkit.tokens import BosRule
 
+# No server puts more requests together; and prompts are repeated until a batch is full.
+LARGEST_BATCH = 1024
+
 
 class Corpus(Strict):
     """A text by name or path, and how many windows of how many tokens of it are scored."""
@@ -38,7 +41,7 @@ class Generation(Strict):
     prompts: str
     limit: Annotated[int, Field(ge=1)] | None = None
     new_tokens: Annotated[int, Field(ge=1)]
-    batch: Annotated[int, Field(ge=2)] | None = None
+    batch: Annotated[int, Field(ge=2, le=LARGEST_BATCH)] | None = None
 
 
 class Suite(Strict):

@@ -19,6 +19,7 @@ from typing import Any
 import lm_eval.api.task
 import numpy as np
 import torch
+import yaml
 from lm_eval.api.metrics import mean
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
@@ -27,9 +28,9 @@ from lm_eval.tasks import TaskManager
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quantkit.canonical import sha256_file, sha256_json
-from quantkit.checkpoint import Checkpoint
+from quantkit.checkpoint import Checkpoint, quiet_transformers
 from quantkit.data import data_dir
-from quantkit.errors import NumericsError, QuantkitError, TaskError, first_line
+from quantkit.errors import CheckpointError, NumericsError, QuantkitError, TaskError, first_line, one_line
 from quantkit.evaluate.loader import exactly
 from quantkit.evaluate.outcomes import Outcome, Rule, task_metrics
 from quantkit.evaluate.suite import TaskEntry
@@ -103,8 +104,10 @@ def load_tasks(entries: Sequence[TaskEntry], checkpoint: Checkpoint) -> list[Loa
     """The tasks of a suite with their data; a group gives all of its tasks.
 
     Raises TaskError: a name that is not known, data that cannot be had, a task that quantkit does not run; TextError
-    where the package with the data cannot be fetched.
+    where the package with the data cannot be fetched; CheckpointError where transformers refuses the model's generation
+    defaults.
     """
+    _generation_defaults(checkpoint)  # what run_tasks reads is known to be good before a model is loaded
     tokenizer = checkpoint.tokenizer()
     length = resolve_max_length(checkpoint.config, tokenizer)
     with _quiet_lm_eval(), _seeded():
@@ -126,13 +129,28 @@ def run_tasks(
 ) -> dict[str, Outcome]:
     """What `model` does on each task. tick: called after each answer.
 
-    checkpoint: where the model's generation defaults are. Raises TaskError where lm-eval cannot run a task.
+    checkpoint: where the model's generation defaults are. Raises TaskError where lm-eval cannot run a task, and
+    CheckpointError where transformers refuses the defaults.
     """
-    defaults = checkpoint.directory / "generation_config.json"
-    if defaults.is_file():  # as whoever loads the directory will generate
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.directory)
+    defaults = _generation_defaults(checkpoint)
+    if defaults is not None:  # as whoever loads the directory will generate
+        model.generation_config = defaults
     with _quiet_lm_eval():
         return {loaded.name: _run(model, tokenizer, loaded, tick) for loaded in tasks}
+
+
+def _generation_defaults(checkpoint: Checkpoint) -> GenerationConfig | None:
+    """The settings of generation_config.json, None where there is none."""
+    path = checkpoint.directory / "generation_config.json"
+    if not path.is_file():
+        return None
+    try:
+        with quiet_transformers():
+            return GenerationConfig.from_pretrained(checkpoint.directory)
+    except Exception as error:  # transformers checks some settings, and stumbles over others
+        raise CheckpointError(
+            f"transformers refuses {path} ({first_line(error)})", "correct that setting, or remove it"
+        ) from None
 
 
 def tasks_record(tasks: Sequence[LoadedTask]) -> dict[str, Any]:
@@ -187,8 +205,10 @@ def _load_entry(
     except QuantkitError:
         raise
     except Exception as error:  # the library, and every task's own code, raise almost anything here
+        # The place in a YAML file stands in the lines after the first.
+        reason = one_line(error) if isinstance(error, yaml.YAMLError) else first_line(error)
         raise TaskError(
-            f"task {entry.name} cannot be loaded ({first_line(error)})",
+            f"task {entry.name} cannot be loaded ({reason})",
             "check the network where its data is on a hub, else its file and documents",
         ) from None
 
@@ -205,6 +225,7 @@ def _prepare(name: str, task: Any, entry: TaskEntry, tokenizer: PreTrainedTokeni
         task.build_all_requests(limit=entry.limit)
     kinds = {instance.request_type for instance in task.instances}
     tokens = [_tokens(instance, tokenizer) for instance in task.instances]
+    _refuse_endless(name, "generate_until" in kinds, tokenizer)
     rolling = "loglikelihood_rolling" in kinds  # which walks over a long text in windows
     _refuse_long_answers(name, task, tokenizer, length)
     longest = min(max(tokens), length)
@@ -228,6 +249,15 @@ def _refuse(name: str, task: Any) -> None:
         raise TaskError(f"task {name} shows images or sound", "use a task of text")
     if getattr(task, "UNSAFE_CODE", False):
         raise TaskError(f"task {name} runs code that the model writes", "run it with lm-eval in a sandbox")
+
+
+def _refuse_endless(name: str, writes: bool, tokenizer: PreTrainedTokenizerBase) -> None:
+    """lm-eval ends an answer with the tokenizer's EOS, and where there is no BOS it begins a text with it."""
+    if tokenizer.eos_token_id is None and (writes or tokenizer.bos_token_id is None):
+        raise TaskError(
+            f"task {name} needs an EOS token, and the tokenizer names none",
+            "add eos_token to the model's tokenizer_config.json, or leave the task out",
+        )
 
 
 def _refuse_long_answers(name: str, task: Any, tokenizer: PreTrainedTokenizerBase, length: int) -> None:

@@ -223,7 +223,19 @@ def test_a_model_that_names_no_end_has_no_stop_tokens(zoo: Zoo, tmp_path: Path) 
     assert stop_tokens(open_checkpoint(str(source))) == []
 
 
-@pytest.mark.parametrize("written", ['{"eos_token_id": "</s>"}', '{"eos_token_id": [2, null]}', "[1", "[]", '"x"'])
+@pytest.mark.parametrize(
+    "written",
+    [
+        '{"eos_token_id": "</s>"}',
+        '{"eos_token_id": [2, null]}',
+        '{"eos_token_id": true}',
+        '{"eos_token_id": -2}',
+        f'{{"eos_token_id": {1 << 63}}}',
+        "[1",
+        "[]",
+        '"x"',
+    ],
+)
 def test_generation_defaults_that_cannot_be_read_are_an_error(written: str, zoo: Zoo, tmp_path: Path) -> None:
     source = shutil.copytree(zoo("llama"), tmp_path / "source")
     (source / "generation_config.json").write_text(written)

@@ -124,6 +124,7 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
         "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a, new_tokens: 0}",
         "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a, new_tokens: 8, limit: 0}",
         "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a, new_tokens: 8, batch: 1}",
+        "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: {prompts: a, new_tokens: 8, batch: 1025}",
         "perplexity: [{text: a, windows: 1, length: 64}]\ngeneration: [a]",
         "perplexity: [{text: a, windows: 1, length: 64}]\nperplexity: []",
     ],
@@ -131,6 +132,12 @@ def test_an_unknown_key_names_the_nearest_one(tmp_path: Path) -> None:
 def test_a_suite_that_makes_no_sense_is_an_error_naming_the_file(body: str, tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"mine\.yaml"):
         load_suite(write(tmp_path, f"name: mine\n{body}\n"))
+
+
+def test_a_wrong_setting_of_a_task_is_named(tmp_path: Path) -> None:
+    body = "name: mine\nperplexity: [{text: a, windows: 1, length: 64}]\ntasks: [b, {name: a, limit: 0}]\n"
+    with pytest.raises(SchemaError, match=r"tasks\.1\..*limit: .*greater than or equal to 1"):
+        load_suite(write(tmp_path, body))
 
 
 def test_a_name_that_is_not_shipped_lists_the_near_ones() -> None:

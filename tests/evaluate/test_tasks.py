@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit.checkpoint import open_checkpoint
 from quantkit.data import shipped_names
-from quantkit.errors import NumericsError, ReportError, TaskError, TextError, UsageError
+from quantkit.errors import CheckpointError, NumericsError, ReportError, TaskError, TextError, UsageError
 from quantkit.evaluate import tasks
 from quantkit.evaluate.loader import load_checkpoint
 from quantkit.evaluate.run import evaluate
@@ -466,6 +466,7 @@ def test_a_name_that_is_not_known_lists_the_near_ones(home: Path, zoo: Zoo, monk
         ),
         (lambda _: WRITE.replace("max_gen_toks: 8", "max_gen_toks: 128"), "129 tokens, the model's context is 128"),
         (lambda _: "", "cannot be loaded .*file"),
+        (lambda text: text + "metric_list: [\n", "cannot be loaded .*line 1[0-9]"),
         (lambda text: text + "doc_to_txt: question\n", "'doc_to_txt'"),
     ],
 )
@@ -475,6 +476,29 @@ def test_a_task_that_cannot_be_run_says_so_at_the_start(
     entry = write_task(write_tasks(tmp_path / "tasks"), change(CHOICE))
     with pytest.raises(TaskError, match=message):
         evaluate(str(zoo("qwen2")), suite(home, entry))
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+def test_generation_defaults_that_transformers_refuses_are_an_error_at_the_start(
+    home: Path, zoo: Zoo, tmp_path: Path
+) -> None:
+    source = shutil.copytree(zoo("qwen2"), tmp_path / "source")
+    (source / "generation_config.json").write_text(json.dumps({"num_return_sequences": 3}))
+    with pytest.raises(CheckpointError, match=r"refuses .*generation_config\.json .*num_return_sequences.*; correct"):
+        evaluate(str(source), suite(home, "choice.yaml"))
+
+
+@pytest.mark.usefixtures("nothing_is_loaded")
+@pytest.mark.parametrize(("missing", "task"), [(["eos"], "write.yaml"), (["eos", "bos", "pad"], "choice.yaml")])
+def test_a_tokenizer_without_the_token_that_lm_eval_needs_is_an_error_at_the_start(
+    missing: list[str], task: str, home: Path, zoo: Zoo, tmp_path: Path
+) -> None:
+    source = shutil.copytree(zoo("llama"), tmp_path / "source")
+    path = source / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({key: settings[key] for key in settings if key.removesuffix("_token") not in missing}))
+    with pytest.raises(TaskError, match="needs an EOS token, and the tokenizer names none; add eos_token"):
+        evaluate(str(source), suite(home, task))
 
 
 @pytest.mark.usefixtures("nothing_is_loaded")
