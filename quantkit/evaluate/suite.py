@@ -11,6 +11,8 @@ from quantkit.tokens import BosRule
 
 # No server puts more requests together; and prompts are repeated until a batch is full.
 LARGEST_BATCH = 1024
+# More than any text or task holds, and a number that libraries can count to.
+LARGEST_LIMIT = 1 << 31
 
 
 class Corpus(Strict):
@@ -28,7 +30,7 @@ class TaskEntry(Strict):
     """
 
     name: str
-    limit: Annotated[int, Field(ge=1)] | None = None
+    limit: Annotated[int, Field(ge=1, le=LARGEST_LIMIT)] | None = None
     num_fewshot: Annotated[int, Field(ge=0)] | None = None
 
 
@@ -39,7 +41,7 @@ class Generation(Strict):
     """
 
     prompts: str
-    limit: Annotated[int, Field(ge=1)] | None = None
+    limit: Annotated[int, Field(ge=1, le=LARGEST_LIMIT)] | None = None
     new_tokens: Annotated[int, Field(ge=1)]
     batch: Annotated[int, Field(ge=2, le=LARGEST_BATCH)] | None = None
 
@@ -93,6 +95,7 @@ class Suite(Strict):
             return self
         if limit < 1:
             raise UsageError(f"--limit {limit} leaves nothing to score", "give at least 1")
+        limit = min(limit, LARGEST_LIMIT)
         values = self.model_dump()
         for corpus in [*values["perplexity"], *([values["fidelity"]] if values["fidelity"] else [])]:
             corpus["windows"] = min(corpus["windows"], limit)

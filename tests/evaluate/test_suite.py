@@ -31,6 +31,13 @@ def test_the_default_suite_has_two_corpora_and_one_is_chinese() -> None:
     assert suite.fidelity in suite.perplexity, "fidelity shares the run of a perplexity corpus"
 
 
+def test_a_limit_that_no_library_can_count_to_cuts_nothing() -> None:
+    limited = load_suite("standard").limited(10**30)
+    assert {entry.limit for entry in limited.task_entries} == {48, 80, 200}
+    assert limited.generation is not None
+    assert limited.generation.limit == 16
+
+
 def test_a_limit_cuts_every_text_and_never_adds_windows() -> None:
     suite = Suite(name="s", perplexity=[CORPUS, {**CORPUS, "text": "b", "windows": 2}], fidelity=CORPUS)
     limited = suite.limited(5)
