@@ -388,7 +388,9 @@ def verify_ledger(
 def report_command(
     artifact: Annotated[Path, typer.Argument(help="Artifact directory.")],
     suite: Annotated[str, typer.Option(help="Suite whose report is shown, by name or path.")] = "quick",
-    policy: Annotated[str | None, typer.Option(help="Policy of the verdict; default smoke, if it can judge.")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Policy of the verdict; default the shipped one for the suite.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Page to write; default ARTIFACT/evals/SUITE.html.")] = None,
     as_json: Json = False,
 ) -> None:

@@ -6,6 +6,7 @@ of a model, a manifest or a report is escaped by the template.
 
 import json
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,13 @@ from markupsafe import Markup
 
 from quantkit import answers, grids
 from quantkit.compare import Comparison, Entry, artifact_bits, own_report, report_path, source_bits
+from quantkit.data import shipped_names
 from quantkit.errors import QuantkitError, ReportError
 from quantkit.figures import Point, heat_map_picture, histogram_picture, quality_picture
 from quantkit.files import replace_file
 from quantkit.gates import Verdict, gate, load_policy
 from quantkit.manifest import Manifest, read_manifest
-from quantkit.report import Report, as_metric
+from quantkit.report import Report, as_metric, read_report
 from quantkit.seals import seal_page
 
 DEFAULT_POLICY = "smoke"
@@ -32,17 +34,26 @@ Judgement = Verdict | str
 
 
 def judge(artifact: Path, report: Path, policy: str | None) -> Judgement:
-    """The verdict of `policy`; without one that of the default policy, or the reason why that cannot judge.
+    """The verdict of `policy`; without one that of the shipped policy for the report's suite, or why that cannot judge.
 
     Raises what the gate raises where a policy is named and cannot judge.
     """
+    name = policy or _default_policy(report)
     try:
-        return gate(artifact, load_policy(policy or DEFAULT_POLICY), report)
+        return gate(artifact, load_policy(name), report)
     except QuantkitError as error:
         if policy is not None:
             raise
         problem = error.problem.replace(str(report), report.name)
-        return f"The default policy {DEFAULT_POLICY} cannot judge: {problem}. Name another: quantkit report --policy"
+        return f"The default policy {name} cannot judge: {problem}. Name another: quantkit report --policy"
+
+
+def _default_policy(report: Path) -> str:
+    """The shipped policy that is made for the suite of a report; where there is none, one that will say why."""
+    made_for = {load_policy(name).suite: name for name in shipped_names("evals/policies")}
+    with suppress(QuantkitError):
+        return made_for.get(read_report(report).suite.name, DEFAULT_POLICY)
+    return DEFAULT_POLICY
 
 
 def artifact_page(artifact: Path, suite: str, policy: str | None = None) -> tuple[str, Judgement]:

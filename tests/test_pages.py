@@ -12,6 +12,7 @@ import pytest
 from quantkit.checkpoint import open_checkpoint
 from quantkit.compare import Comparison, Entry
 from quantkit.errors import ArtifactError, ReportError
+from quantkit.evaluate.suite import load_suite
 from quantkit.gates import Policy, Row, Verdict
 from quantkit.manifest import DroppedRecord, FallbackRecord, KeptRecord, Manifest, read_manifest
 from quantkit.pages import artifact_page, comparison_page, judge, judgement_values, report_page, write_page
@@ -312,6 +313,16 @@ def test_the_default_policy_judges_where_it_can(artifact: Path) -> None:
     page, judgement = artifact_page(artifact, "quick")
     assert judgement_values(judgement) == {"verdict": "pass", "policy": "smoke", "reason": None}
     assert "✓ Pass" in page
+
+
+def test_the_default_policy_is_the_one_for_the_reports_suite(pristine: Path, tmp_path: Path) -> None:
+    suite = SuiteRecord(name="standard", sha256=load_suite("standard").sha256, limit=None)
+    path = with_report(pristine, tmp_path / "artifact", suite=suite)
+    (path / "evals" / "quick.json").rename(path / "evals" / "standard.json")
+    _, judgement = artifact_page(path, "standard")
+    # The report at hand lacks what that policy bounds, which tells who was asked.
+    assert isinstance(judgement, str)
+    assert judgement.startswith("The default policy release cannot judge: ")
 
 
 def test_a_named_policy_judges_instead(artifact: Path, tmp_path: Path) -> None:
