@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from quantkit.artifact import REPORTS, verify
 from quantkit.canonical import canonical_json, sha256_bytes
-from quantkit.errors import ReportError
+from quantkit.errors import ReportError, printable
 from quantkit.evaluate.asked import refuse_other_protocol
 from quantkit.evaluate.suite import Suite, load_suite
 from quantkit.files import replace_file
@@ -160,8 +160,10 @@ def write_junit(verdict: Verdict, path: Path) -> None:
     properties = ElementTree.SubElement(suite, "properties")
     ElementTree.SubElement(properties, "property", name="identity", value=verdict.identity)
     for row in verdict.rows:
-        case = ElementTree.SubElement(suite, "testcase", classname=f"gate.{verdict.policy.name}", name=row.check)
-        text = f"value {row.value}, limit {row.limit}, margin {row.margin or 'none'}"
+        # XML has no spelling for most control characters, which names of files and metrics may hold.
+        name = printable(row.check)
+        case = ElementTree.SubElement(suite, "testcase", classname=f"gate.{verdict.policy.name}", name=name)
+        text = printable(f"value {row.value}, limit {row.limit}, margin {row.margin or 'none'}")
         if row.outcome == "fail":
             ElementTree.SubElement(case, "failure", message=text)
         else:
