@@ -14,7 +14,7 @@ from quantkit.evaluate.asked import refuse_other_protocol
 from quantkit.evaluate.suite import Suite, load_suite
 from quantkit.files import replace_file
 from quantkit.manifest import Manifest, read_manifest
-from quantkit.report import Report, read_report, refuse_other_bytes, refuse_other_reference
+from quantkit.report import Report, read_report, refuse_harm, refuse_other_bytes, refuse_other_reference
 from quantkit.schema import Strict, find_document, read_yaml, validate
 
 Outcome = Literal["pass", "fail"]
@@ -149,6 +149,7 @@ def default_report(artifact: Path, policy: Policy) -> Path:
 
 def write_junit(verdict: Verdict, path: Path) -> None:
     """Write the verdict as JUnit XML, one test case a check. Raises ReportError where it cannot be written."""
+    refuse_harm(path, "choose another --junit")
     failures = sum(row.outcome == "fail" for row in verdict.rows)
     suite = ElementTree.Element(
         "testsuite",

@@ -602,6 +602,7 @@ def test_a_quantised_embedding_stands_in_the_dry_run_and_in_inspect(
         (["eval", "MODEL", "--suite", "quik"], ["quick"]),
         (["eval", "MODEL", "--limit", "0"], ["--limit 0 leaves nothing"]),
         (["eval", "MODEL", "--limit", "many"], ["--limit", "integer"]),
+        (["eval", "ARTIFACT", "--output", "ARTIFACT/manifest.json"], ["would not verify", "another --output"]),
         (["eval", "MODEL", "--output", "page.html"], ["page.html names the page", "JSON"]),
         (["report", "ARTIFACT"], ["has no report of suite quick (it has: none)", "quantkit eval"]),
         (["report", "ARTIFACT", "--suite", "nowhere/q.yaml"], ["nowhere/q.yaml does not exist"]),
@@ -631,6 +632,7 @@ def test_an_error_is_one_line_that_names_the_thing_and_exit_code_2(
     arguments: list[str], words: list[str], run: Run, zoo: Zoo, artifact: Path
 ) -> None:
     places = {"MODEL": str(zoo("llama")), "ARTIFACT": str(artifact)}
+    places["ARTIFACT/manifest.json"] = str(artifact / "manifest.json")
     found = run(*[places.get(argument, argument) for argument in arguments])
     assert found.code == 2, found.err
     assert found.out == ""

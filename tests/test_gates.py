@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from quantkit import cli
+from quantkit.artifact import verify
 from quantkit.canonical import sha256_bytes, sha256_file, sha256_json
 from quantkit.checkpoint import open_checkpoint
 from quantkit.data import shipped_names
@@ -398,6 +399,13 @@ def test_junit_is_well_formed_whatever_a_file_is_called(name: str, artifact: Pat
     failure = ElementTree.parse(tmp_path / "gate.xml").find("testcase/failure")  # noqa: S314 - written a line above
     assert failure is not None
     assert f"extra: {printable(name)}" in failure.attrib["message"]
+
+
+def test_a_junit_file_inside_an_artifact_is_refused_and_the_artifact_still_verifies(artifact: Path) -> None:
+    verdict = gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}))
+    with pytest.raises(ReportError, match="would not verify with it; choose another --junit"):
+        write_junit(verdict, artifact / "gate.xml")
+    assert verify(artifact) == []
 
 
 def test_a_junit_file_that_cannot_be_written_is_one_error(artifact: Path, tmp_path: Path) -> None:
