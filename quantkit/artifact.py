@@ -4,7 +4,7 @@ import errno
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,26 @@ def _extra_files(artifact: Path, manifest: Manifest) -> list[str]:
         name = path.relative_to(artifact).as_posix()
         if path.is_dir() and not path.is_symlink():
             continue
-        outside = name in OUTSIDE_IDENTITY or (name.startswith(f"{REPORTS}/") and path.suffix in {".json", ".html"})
+        outside = name in OUTSIDE_IDENTITY or _is_report(name)
         if name not in manifest.files and not (outside and path.is_file() and not path.is_symlink()):
             names.append(name)
     return names
+
+
+def _is_report(name: str) -> bool:
+    """Whether a file of this name in an artifact is a report or its page."""
+    return name.startswith(f"{REPORTS}/") and Path(name).suffix in {".json", ".html"}
+
+
+def harmed_artifact(path: Path) -> Path | None:
+    """The artifact that would no longer be what its manifest says with a new file at `path`, None where none is.
+
+    Reports and their pages may be added to one. Folders with a manifest.json of another program are none of ours.
+    """
+    place = path.resolve()
+    for folder in place.parents:
+        if (folder / MANIFEST_FILE).is_file() and not _is_report(place.relative_to(folder).as_posix()):
+            with suppress(ArtifactError):
+                read_manifest(folder)
+                return folder
+    return None

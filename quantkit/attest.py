@@ -18,7 +18,7 @@ from quantkit.checkpoint import config_values
 from quantkit.errors import ArtifactError, UsageError
 from quantkit.files import replace_file
 from quantkit.manifest import MANIFEST_FILE, RUN_FILE, Manifest
-from quantkit.report import Report, as_metric, reports_of
+from quantkit.report import Report, as_metric, refuse_harm, reports_of
 from quantkit.schema import read_json
 from quantkit.tables import flat_metrics
 
@@ -48,7 +48,8 @@ def attest(artifact: Path, format: str, builder: str | None = None) -> dict[str,
 
 
 def write_statement(statement: dict[str, Any], path: Path) -> None:
-    """Write a statement as a whole. Raises ArtifactError where it cannot be written."""
+    """Write a statement as a whole. Raises ArtifactError where it cannot be written, ReportError inside an artifact."""
+    refuse_harm(path)
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(statement, indent=2, sort_keys=True).encode() + b"\n")

@@ -59,7 +59,7 @@ def ask(question: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
         return None
 
     def write() -> str:
-        return str(
+        return _whole(
             tokenizer.apply_chat_template(
                 [{"role": "user", "content": question}],
                 chat_template=_dated(str(tokenizer.get_chat_template())),
@@ -133,6 +133,13 @@ def _template(tokenizer: PreTrainedTokenizerBase) -> str:
         ) from None
 
 
+def _whole(rendered: Any) -> str:
+    """What a template wrote. Raises ValueError for half of a character pair, which no tokenizer takes."""
+    text = str(rendered)
+    text.encode()
+    return text
+
+
 def _dated(template: str) -> str:
     """The template with today's date fixed, where it writes one."""
     return _FIXED_DAY + template if "strftime_now" in template else template
@@ -158,7 +165,7 @@ def _rendered(chat: Chat, tokenizer: PreTrainedTokenizerBase, template: str) -> 
             made = ""
             try:
                 if messages:
-                    made = str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+                    made = _whole(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
             except MemoryError:
                 return [*found, ["problem", f"more than {memory >> 20} MiB"]]
             except Exception as error:

@@ -9,12 +9,12 @@ from pydantic import Field, model_validator
 
 from quantkit.artifact import REPORTS, verify
 from quantkit.canonical import canonical_json, sha256_bytes
-from quantkit.errors import ReportError
+from quantkit.errors import ReportError, printable
 from quantkit.evaluate.asked import refuse_other_protocol
 from quantkit.evaluate.suite import Suite, load_suite
 from quantkit.files import replace_file
 from quantkit.manifest import Manifest, read_manifest
-from quantkit.report import Report, read_report, refuse_other_bytes, refuse_other_reference
+from quantkit.report import Report, read_report, refuse_harm, refuse_other_bytes, refuse_other_reference
 from quantkit.schema import Strict, find_document, read_yaml, validate
 
 Outcome = Literal["pass", "fail"]
@@ -149,6 +149,7 @@ def default_report(artifact: Path, policy: Policy) -> Path:
 
 def write_junit(verdict: Verdict, path: Path) -> None:
     """Write the verdict as JUnit XML, one test case a check. Raises ReportError where it cannot be written."""
+    refuse_harm(path, "choose another --junit")
     failures = sum(row.outcome == "fail" for row in verdict.rows)
     suite = ElementTree.Element(
         "testsuite",
@@ -160,8 +161,10 @@ def write_junit(verdict: Verdict, path: Path) -> None:
     properties = ElementTree.SubElement(suite, "properties")
     ElementTree.SubElement(properties, "property", name="identity", value=verdict.identity)
     for row in verdict.rows:
-        case = ElementTree.SubElement(suite, "testcase", classname=f"gate.{verdict.policy.name}", name=row.check)
-        text = f"value {row.value}, limit {row.limit}, margin {row.margin or 'none'}"
+        # XML has no spelling for most control characters, which names of files and metrics may hold.
+        name = printable(row.check)
+        case = ElementTree.SubElement(suite, "testcase", classname=f"gate.{verdict.policy.name}", name=name)
+        text = printable(f"value {row.value}, limit {row.limit}, margin {row.margin or 'none'}")
         if row.outcome == "fail":
             ElementTree.SubElement(case, "failure", message=text)
         else:

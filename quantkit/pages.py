@@ -21,7 +21,7 @@ from quantkit.figures import Point, heat_map_picture, histogram_picture, quality
 from quantkit.files import replace_file
 from quantkit.gates import Verdict, gate, load_policy
 from quantkit.manifest import Manifest, read_manifest
-from quantkit.report import Report, as_metric, read_report
+from quantkit.report import Report, as_metric, read_report, refuse_harm
 from quantkit.seals import seal_page
 
 DEFAULT_POLICY = "smoke"
@@ -128,6 +128,9 @@ def comparison_page(comparison: Comparison) -> str:
 
 def write_page(page: str, path: Path) -> None:
     """Write a page as a whole, with its hash as the last line. Raises ReportError where it cannot be written."""
+    if path.suffix == ".json":
+        raise ReportError(f"{path} is the name of a report, not of a page", "choose another --output")
+    refuse_harm(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A report can hold half of a character pair, which no encoding can; it becomes a question mark.

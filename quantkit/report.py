@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit.artifact import REPORTS
+from quantkit.artifact import REPORTS, harmed_artifact
 from quantkit.canonical import sha256_json
 from quantkit.errors import ReportError
 from quantkit.files import replace_file
@@ -95,7 +95,8 @@ def refuse_other_reference(report: Report, path: Path, source_identity: str, art
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Raises ReportError where it can be told before hours of work that `write_report` would fail."""
+    """Raises ReportError where it can be told before hours of work that `write_report` would fail, or do harm."""
+    refuse_harm(path)
     parent = next(folder for folder in path.absolute().parents if folder.exists())
     problem = None
     if path.is_dir():
@@ -106,6 +107,13 @@ def refuse_unwritable(path: Path) -> None:
         problem = f"{parent} is not writable"
     if problem:
         raise ReportError(problem, "choose another --output")
+
+
+def refuse_harm(path: Path, action: str = "choose another --output") -> None:
+    """Raises ReportError where a file at `path` would change an artifact."""
+    artifact = harmed_artifact(path)
+    if artifact is not None:
+        raise ReportError(f"{path} lies in the artifact {artifact}, which would not verify with it", action)
 
 
 def write_report(report: Report, path: Path) -> None:

@@ -300,4 +300,5 @@ def _read_dataset(source: DatasetSource, field: str, *, chat: bool = False) -> I
 def _string(value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"a value is {type(value).__name__}, not text")
+    value.encode()  # JSON can spell half of a character pair, which no tokenizer takes: a ValueError that says where
     return value

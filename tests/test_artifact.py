@@ -12,6 +12,7 @@ import torch
 from quantkit.artifact import (
     CARD_FILE,
     WeightsWriter,
+    harmed_artifact,
     record_components,
     seal_run,
     shard,
@@ -114,6 +115,21 @@ def test_several_problems_are_all_named(artifact: Path) -> None:
     flip(artifact / "tokenizer.json", 40)
     (artifact / "new").write_text("")
     assert verify(artifact) == ["missing: LICENSE (other)", "changed: tokenizer.json (tokenizer)", "extra: new"]
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "README.md", "new/report.json", "evals/gate.xml", "evals/a/../../b.json"]
+)
+def test_a_place_where_a_new_file_would_harm_an_artifact_is_known(name: str, artifact: Path) -> None:
+    assert harmed_artifact(artifact / name) == artifact.resolve()
+
+
+def test_a_report_harms_no_artifact_and_the_manifest_of_another_program_is_no_artifact(
+    artifact: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    for place in (artifact / "evals" / "new" / "a.json", artifact / "evals" / "a.html", tmp_path / "a.json"):
+        assert harmed_artifact(place) is None
 
 
 def test_reports_may_stand_under_evals(artifact: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from quantkit.attest import FORMATS, attest, write_statement
 from quantkit.canonical import sha256_file
 from quantkit.checkpoint import open_checkpoint
-from quantkit.errors import ArtifactError, UsageError
+from quantkit.errors import ArtifactError, ReportError, UsageError
 from quantkit.manifest import read_manifest
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
@@ -187,3 +187,9 @@ def test_a_statement_that_cannot_be_written_is_one_error(artifact: Path, tmp_pat
     (tmp_path / "file").write_text("")
     with pytest.raises(ArtifactError, match="cannot be written"):
         write_statement(attest(artifact, "slsa"), tmp_path / "file" / "s.json")
+
+
+def test_a_statement_is_not_written_into_an_artifact(artifact: Path) -> None:
+    with pytest.raises(ReportError, match="would not verify with it; choose another --output"):
+        write_statement(attest(artifact, "slsa"), artifact / "provenance.json")
+    assert not (artifact / "provenance.json").exists()

@@ -89,8 +89,9 @@ def test_a_row_that_holds_no_messages_is_named(row: Any, problem: str) -> None:
         "{% for m in messages %}{{ m['content'] + m['missing'] }}{% endfor %}",
         "{{ messages[0]['content'].__class__.__mro__[1].__subclasses__() }}",
         "{% for %}",
+        "{{ '\\ud800' }}",
     ],
-    ids=["raises", "undefined", "sandbox", "syntax"],
+    ids=["raises", "undefined", "sandbox", "syntax", "half of a pair"],
 )
 def test_a_row_that_the_template_refuses_is_named(template: str) -> None:
     refused(chat([{"role": "system", "content": "Be brief."}, ASK]), with_template(template), "row 1", "refuses it")

@@ -222,7 +222,8 @@ def test_eval_without_a_terminal_says_now_and_then_how_far_it_is(
     run: Run, artifact: Path, suite: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cli, "_LINE_SECONDS", 0)
-    lines = [line for line in run("eval", artifact, "--suite", suite).err.splitlines() if " %" in line]
+    found = run("eval", artifact, "--suite", suite, "--output", "report.json")  # the artifact is shared by all tests
+    lines = [line for line in found.err.splitlines() if " %" in line]
     assert len(lines) > 1
     assert all(re.fullmatch(r"evaluating: \d+ %(, about \d:\d\d:\d\d left)?", line) for line in lines), lines
     assert lines[-1].startswith("evaluating: 100 %")
@@ -602,6 +603,7 @@ def test_a_quantised_embedding_stands_in_the_dry_run_and_in_inspect(
         (["eval", "MODEL", "--suite", "quik"], ["quick"]),
         (["eval", "MODEL", "--limit", "0"], ["--limit 0 leaves nothing"]),
         (["eval", "MODEL", "--limit", "many"], ["--limit", "integer"]),
+        (["eval", "ARTIFACT", "--output", "ARTIFACT/manifest.json"], ["would not verify", "another --output"]),
         (["eval", "MODEL", "--output", "page.html"], ["page.html names the page", "JSON"]),
         (["report", "ARTIFACT"], ["has no report of suite quick (it has: none)", "quantkit eval"]),
         (["report", "ARTIFACT", "--suite", "nowhere/q.yaml"], ["nowhere/q.yaml does not exist"]),
@@ -631,6 +633,7 @@ def test_an_error_is_one_line_that_names_the_thing_and_exit_code_2(
     arguments: list[str], words: list[str], run: Run, zoo: Zoo, artifact: Path
 ) -> None:
     places = {"MODEL": str(zoo("llama")), "ARTIFACT": str(artifact)}
+    places["ARTIFACT/manifest.json"] = str(artifact / "manifest.json")
     found = run(*[places.get(argument, argument) for argument in arguments])
     assert found.code == 2, found.err
     assert found.out == ""

@@ -1,6 +1,7 @@
 """The gate: exit codes that a pipeline can stop on, margins with the right sign, and nothing judged that cannot be."""
 
 import json
+import os
 import shutil
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -12,10 +13,11 @@ import pytest
 import yaml
 
 from quantkit import cli
+from quantkit.artifact import verify
 from quantkit.canonical import sha256_bytes, sha256_file, sha256_json
 from quantkit.checkpoint import open_checkpoint
 from quantkit.data import shipped_names
-from quantkit.errors import ArtifactError, ReportError, SchemaError
+from quantkit.errors import ArtifactError, ReportError, SchemaError, printable
 from quantkit.evaluate.protocol import protocol_hash
 from quantkit.evaluate.suite import load_suite
 from quantkit.gates import Policy, gate, load_policy, write_junit
@@ -388,6 +390,22 @@ def test_junit_counts_cases_and_failures_and_names_the_identity(
     failed = [case.attrib["name"] for case in cases if case.find("failure") is not None]
     assert failed == ["fidelity.kl_mean"]
     assert suite.find("properties/property[@name='identity']").attrib["value"] == read_manifest(artifact).identity
+
+
+@pytest.mark.parametrize("name", ["a\x01<b>.txt", os.fsdecode(b"b\xff.txt")])
+def test_junit_is_well_formed_whatever_a_file_is_called(name: str, artifact: Path, tmp_path: Path) -> None:
+    (artifact / name).touch()
+    write_junit(gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1})), tmp_path / "gate.xml")
+    failure = ElementTree.parse(tmp_path / "gate.xml").find("testcase/failure")  # noqa: S314 - written a line above
+    assert failure is not None
+    assert f"extra: {printable(name)}" in failure.attrib["message"]
+
+
+def test_a_junit_file_inside_an_artifact_is_refused_and_the_artifact_still_verifies(artifact: Path) -> None:
+    verdict = gate(artifact, policy({"metric": "fidelity.kl_mean", "max": 1}))
+    with pytest.raises(ReportError, match="would not verify with it; choose another --junit"):
+        write_junit(verdict, artifact / "gate.xml")
+    assert verify(artifact) == []
 
 
 def test_a_junit_file_that_cannot_be_written_is_one_error(artifact: Path, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from quantkit.artifact import verify
 from quantkit.checkpoint import open_checkpoint
 from quantkit.compare import Comparison, Entry
 from quantkit.errors import ArtifactError, ReportError
@@ -304,6 +305,16 @@ def test_a_page_that_cannot_be_placed_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ReportError, match="cannot be written"):
         write_page("x", tmp_path / "file" / "page.html")
+
+
+@pytest.mark.parametrize("name", ["index.html", "config.json", "evals/quick.json"])
+def test_a_page_takes_no_place_in_an_artifact_but_beside_its_reports(name: str, artifact: Path) -> None:
+    before = sorted(artifact.rglob("*"))
+    with pytest.raises(ReportError, match=r"would not verify with it|not of a page"):
+        write_page("x", artifact / name)
+    assert sorted(artifact.rglob("*")) == before
+    write_page("x", artifact / "evals" / "other.html")
+    assert verify(artifact) == []
 
 
 # Judging

@@ -142,6 +142,7 @@ def test_the_separator_joins_and_changes_the_hash(tmp_path: Path) -> None:
         ("jsonl", b"3"),
         ("jsonl", b'{"text": 3}'),
         ("jsonl", b'{"text": null}'),
+        ("jsonl", b'{"text": "half of a pair: \\ud800"}'),
         ("jsonl", b"[" * 100_000),
         ("json-values", b'[{"text": "a"}]'),
         ("json-values", b'{"a": {"body": "x"}}'),

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 import yaml
 from lm_eval.api.metrics import mean
+from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
-from lm_eval.models.utils import resolve_max_length
+from lm_eval.models.utils import normalize_gen_kwargs, resolve_max_length
 from lm_eval.tasks import TaskManager
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -40,6 +41,8 @@ _RANDOM_SEED, _SEED = 0, 1234
 # Largest batch, and the most tokens in one: scoring holds the logits of every position, generating those of the last.
 _ROWS = 16
 _TOKENS = {"loglikelihood": 2048, "loglikelihood_rolling": 2048, "generate_until": 16384}
+# Tokens of an answer where a task does not say.
+_ANSWER = 256
 # Field of a document by whose values the metrics are also reported apart, where its task names no others.
 _PARTS = ("language",)
 
@@ -49,8 +52,9 @@ class LoadedTask:
     """A task with its documents and prompts.
 
     requests: questions to the model, several a document where it chooses. batch: how many it answers at a time. cut:
-    prompts that are longer than the model's context, of which lm-eval drops the beginning. rules: what enters the
-    protocol. parts: indices of the documents by the value of a field, `{by_language: {en: [0, 2]}}`.
+    prompts that are longer than the model's context, of which lm-eval drops the beginning. unanswerable: documents of
+    which the right answer is none of the choices, which lm-eval counts as wrong. rules: what enters the protocol.
+    parts: indices of the documents by the value of a field, `{by_language: {en: [0, 2]}}`.
     """
 
     name: str
@@ -59,6 +63,7 @@ class LoadedTask:
     requests: int
     batch: int
     cut: int
+    unanswerable: int
     rules: dict[str, Any]
     parts: dict[str, dict[str, list[int]]]
 
@@ -171,6 +176,10 @@ def tasks_metrics(
         metrics[loaded.name] = task_metrics(outcome, beside, rules, loaded.parts)
         if loaded.cut:
             notes.append(f"task {loaded.name}: {loaded.cut} prompts exceed the model's context and lost their start")
+        if loaded.unanswerable:
+            notes.append(
+                f"task {loaded.name}: the right answer of {loaded.unanswerable} documents is none of their choices"
+            )
         lost = [name for name in rules if name not in metrics[loaded.name]]
         if lost:
             notes.append(f"task {loaded.name}: {', '.join(lost)} left out, not a finite number")
@@ -241,7 +250,9 @@ def _prepare(name: str, task: Any, entry: TaskEntry, tokenizer: PreTrainedTokeni
         "config": _configuration(task),
     }
     cut = 0 if rolling else sum(count > length for count in tokens)
-    return LoadedTask(name, task, entry.limit, len(task.instances), batch, cut, rules, _parts(name, task, entry.limit))
+    wrong = _unanswerable(name, task, entry.limit)
+    parts = _parts(name, task, entry.limit)
+    return LoadedTask(name, task, entry.limit, len(task.instances), batch, cut, wrong, rules, parts)
 
 
 def _refuse(name: str, task: Any) -> None:
@@ -249,6 +260,14 @@ def _refuse(name: str, task: Any) -> None:
         raise TaskError(f"task {name} shows images or sound", "use a task of text")
     if getattr(task, "UNSAFE_CODE", False):
         raise TaskError(f"task {name} runs code that the model writes", "run it with lm-eval in a sandbox")
+    unknown = [metric for metric, aggregate in task.aggregation().items() if not callable(aggregate)]
+    if task.OUTPUT_TYPE == "generate_until" and task.get_config("process_results") is None:
+        unknown += [metric for metric, compute in getattr(task, "_metric_fn_list", {}).items() if not callable(compute)]
+    if unknown:
+        raise TaskError(
+            f"task {name}: lm-eval does not know the metric {unknown[0]!r}, or how to aggregate it",
+            "correct metric_list in its file",
+        )
 
 
 def _refuse_endless(name: str, writes: bool, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -265,7 +284,9 @@ def _refuse_long_answers(name: str, task: Any, tokenizer: PreTrainedTokenizerBas
     for instance in task.instances:
         answer = instance.args[1] if len(instance.args) > 1 else ""
         if isinstance(answer, Mapping):
-            needed = answer.get("max_gen_toks", 256) + 1  # and one of the prompt
+            needed = _room(answer) + 1  # and one of the prompt
+            if needed < 2:
+                raise TaskError(f"task {name} asks for answers of no token", "correct max_gen_toks in its file")
         else:
             needed = len(tokenizer(answer, add_special_tokens=False, verbose=False)["input_ids"])
         if needed > length:
@@ -278,8 +299,31 @@ def _refuse_long_answers(name: str, task: Any, tokenizer: PreTrainedTokenizerBas
 def _tokens(instance: Any, tokenizer: PreTrainedTokenizerBase) -> int:
     """Tokens of a prompt with its answer, or with the room that the answer may take."""
     texts = [part for part in instance.args if isinstance(part, str)]
-    room = sum(part.get("max_gen_toks", 256) for part in instance.args if isinstance(part, dict))
+    room = sum(_room(part) for part in instance.args if isinstance(part, Mapping))
     return len(tokenizer("".join(texts), verbose=False)["input_ids"]) + room
+
+
+def _room(settings: Mapping[str, Any]) -> int:
+    """Tokens that an answer may take, by whichever of its names for that lm-eval reads."""
+    return int(normalize_gen_kwargs(dict(settings), _ANSWER)["max_gen_toks"])
+
+
+def _unanswerable(name: str, task: Any, limit: int | None) -> int:
+    """Documents of a choice task whose right answer is none of their choices.
+
+    Raises TaskError where choices are no list: lm-eval would take a text for a list of characters.
+    """
+    if task.OUTPUT_TYPE != "multiple_choice" or not isinstance(task, ConfigurableTask):
+        return 0
+    count = 0
+    for _, doc in task.doc_iterator(limit=limit):
+        choices = task.doc_to_choice(doc)
+        if not isinstance(choices, list):
+            raise TaskError(f"task {name}: the choices of a document are no list", "correct doc_to_choice in its file")
+        gold = task.doc_to_text(doc) if task.multiple_input else task.doc_to_target(doc)
+        golds = gold if isinstance(gold, list) else [gold]
+        count += not any(one in choices if isinstance(one, str) else one in range(len(choices)) for one in golds)
+    return count
 
 
 def _run(

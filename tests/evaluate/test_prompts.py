@@ -78,7 +78,9 @@ def test_a_template_that_writes_the_day_asks_the_same_every_day(tmp_path: Path) 
     assert bytes(load_prompts(write(tmp_path), tokenizer).items[0].ids).decode() == "01 January 2025: Which valve?"
 
 
-@pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", {"tools": "a", "other": "b"}])
+@pytest.mark.parametrize(
+    "template", ["{{ raise_exception('no users') }}", "{{ '\\ud800' }}", {"tools": "a", "other": "b"}]
+)
 def test_a_template_that_refuses_a_question_is_an_error(template: Any, tmp_path: Path) -> None:
     with pytest.raises(TextError, match="the chat template refuses a question") as caught:
         load_prompts(write(tmp_path), with_template(template))

@@ -465,6 +465,14 @@ def test_a_name_that_is_not_known_lists_the_near_ones(home: Path, zoo: Zoo, monk
             "129 tokens.* 128",
         ),
         (lambda _: WRITE.replace("max_gen_toks: 8", "max_gen_toks: 128"), "129 tokens, the model's context is 128"),
+        (lambda _: WRITE.replace("max_gen_toks: 8", "max_new_tokens: 128"), "129 tokens, the model's context is 128"),
+        (lambda _: WRITE.replace("max_gen_toks: 8", "max_gen_toks: 0"), "answers of no token; correct max_gen_toks"),
+        (lambda text: text.replace("aggregation: mean", "aggregation: maen"), "know the metric 'acc', or how"),
+        (
+            lambda _: WRITE.replace("process_results: !function data.score\n", "").replace("digits", "exact_mach"),
+            "know the metric 'exact_mach', or how",
+        ),
+        (lambda text: text.replace("doc_to_choice: choices", "doc_to_choice: language"), "are no list; correct doc_to"),
         (lambda _: "", "cannot be loaded .*file"),
         (lambda text: text + "metric_list: [\n", "cannot be loaded .*line 1[0-9]"),
         (lambda text: text + "doc_to_txt: question\n", "'doc_to_txt'"),
@@ -559,6 +567,26 @@ def test_scores_that_are_not_finite_are_an_error(value: float, home: Path, zoo: 
     loaded = load_tasks([TaskEntry(name=str(home / "tasks" / "choice.yaml"))], source)
     with pytest.raises(NumericsError, match="NaN"):
         run_tasks(model, source, source.tokenizer(), loaded)
+
+
+def test_documents_whose_right_answer_is_none_of_their_choices_are_counted_in_a_note(
+    home: Path, zoo: Zoo, tmp_path: Path
+) -> None:
+    items = [{**item, "gold": gold} for item, gold in zip(ITEMS, [0, 2, 3, -1, 1, 7], strict=False)]
+    task = write_tasks(tmp_path / "tasks", items) / "choice.yaml"
+    found = evaluate(str(zoo("qwen2")), suite(home, {"name": str(task)}))
+    assert found.notes == ["task tiny_choice: the right answer of 3 documents is none of their choices"]
+    assert evaluate(str(zoo("qwen2")), suite(home, "choice.yaml")).notes == []
+
+
+def test_a_prompt_that_is_cut_is_counted_whatever_a_task_calls_the_room_for_its_answer(
+    zoo: Zoo, tmp_path: Path
+) -> None:
+    write_tasks(tmp_path)
+    for name in ("max_gen_toks", "max_new_tokens"):
+        (tmp_path / "write.yaml").write_text(WRITE.replace("max_gen_toks: 8", f"{name}: 120"))
+        [loaded] = load_tasks([TaskEntry(name=str(tmp_path / "write.yaml"))], open_checkpoint(str(zoo("qwen2"))))
+        assert loaded.cut == 12
 
 
 # The shipped tasks
