@@ -112,21 +112,27 @@ class _Best:
         self.scheme = scheme
         self.scales = scales.float()
         self.zeros = code_zeros(scales, zeros, scheme)
-        self.errors = self._error(self.scales, self.zeros)
+        self.errors = torch.full_like(self.scales, torch.inf)
+        self._take(self.scales, self.zeros)
 
-    def consider(self, scales: torch.Tensor, zeros: torch.Tensor) -> None:
-        """Take these (unrounded) scales and zeros for the groups whose error they lower."""
-        scales = round_scales(scales, self.scheme)
-        zeros = zeros.clamp(0, self.scheme.levels - 1)
-        errors = self._error(scales, zeros)
-        better = errors < self.errors
-        self.scales = torch.where(better, scales, self.scales)
-        self.zeros = torch.where(better, zeros, self.zeros)
-        self.errors = torch.where(better, errors, self.errors)
+    def consider(self, scales: torch.Tensor, *choices: torch.Tensor) -> None:
+        """Take these (unrounded) scales, with the best of some zeros, for the groups whose error they lower."""
+        self._take(round_scales(scales, self.scheme), *(zeros.clamp(0, self.scheme.levels - 1) for zeros in choices))
+
+    def _take(self, scales: torch.Tensor, *choices: torch.Tensor) -> None:
+        # Dividing and rounding is half of the work, and all zeros share it.
+        exact = self._values / scales.unsqueeze(-1)
+        nearest = torch.round(exact)
+        for zeros in choices:
+            errors = self._error(exact, nearest, scales, zeros)
+            better = errors < self.errors
+            self.scales = torch.where(better, scales, self.scales)
+            self.zeros = torch.where(better, zeros, self.zeros)
+            self.errors = torch.where(better, errors, self.errors)
 
     def refit(self) -> None:
         """Consider the least-squares scale for the present codes."""
-        steps = self._steps(self._values / self.scales.unsqueeze(-1), self.zeros)
+        steps = self._coded(torch.round(self._values / self.scales.unsqueeze(-1)), self.zeros)
         weighted = steps * self._importance
         top = self._shared((weighted * self._values).sum(-1))
         bottom = self._shared(weighted.mul_(steps).sum(-1))
@@ -134,20 +140,22 @@ class _Best:
         fitted = torch.where(bottom > 0, top / bottom, self.scales)
         self.consider(torch.where(torch.isfinite(fitted), fitted, self.scales), self.zeros)
 
-    def _error(self, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-        """Weighted squared error of each group, `[rows, groups]`."""
-        exact = self._values / scales.unsqueeze(-1)
-        difference = self._steps(exact, zeros).sub_(exact)
+    def _error(
+        self, exact: torch.Tensor, nearest: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+    ) -> torch.Tensor:
+        """Weighted squared error of each group, `[rows, groups]`. exact: values in steps; nearest: whole ones."""
+        difference = self._coded(nearest, zeros).sub_(exact)
         # In units of the step first: squares of tiny weights would underflow.
         return self._shared(difference.square_().mul_(self._importance).sum(-1) * scales.square())
 
-    def _steps(self, exact: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-        """Signed whole steps nearest to `exact` that have a code."""
-        steps = torch.round(exact)
+    def _coded(self, nearest: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+        """The signed whole steps next to `nearest` that have a code."""
         if self.scheme.symmetric:
-            return steps.clamp_(-self.scheme.midpoint, self.scheme.midpoint - 1)
+            return nearest.clamp(-self.scheme.midpoint, self.scheme.midpoint - 1)
         zero = zeros.unsqueeze(-1)
-        return steps.add_(zero).clamp_(0, self.scheme.levels - 1).sub_(zero)
+        # Two passes with one bound each are faster than one clamp with two.
+        steps = torch.maximum(nearest, -zero)
+        return torch.minimum(steps, self.scheme.levels - 1 - zero, out=steps)
 
     def _shared(self, table: torch.Tensor) -> torch.Tensor:
         """The sum over all rows, in every row, where the tensor has one scale; else `table`."""
@@ -166,14 +174,12 @@ def _search_grid(best: _Best, n_grid: int, n_fine: int) -> None:
     signs = (1, -1) if scheme.symmetric else (1,)
     scales, zeros = best.scales, best.zeros
     for step in range(n_grid + 1):
-        for offset in offsets:
-            for sign in signs:
-                # Shrinking both ends alike keeps the zero where it is.
-                best.consider(scales * (sign * (1 - spacing * step)), zeros + offset)
+        for sign in signs:
+            # Shrinking both ends alike keeps the zero where it is.
+            best.consider(scales * (sign * (1 - spacing * step)), *(zeros + offset for offset in offsets))
     scales, zeros = best.scales, best.zeros
     for step in range(-n_fine, n_fine + 1):
-        for offset in offsets:
-            best.consider(scales * (1 + spacing * step / max(1, n_fine)), zeros + offset)
+        best.consider(scales * (1 + spacing * step / max(1, n_fine)), *(zeros + offset for offset in offsets))
 
 
 def _normalised(importance: torch.Tensor, columns: int) -> torch.Tensor:
