@@ -138,10 +138,15 @@ def _refuse_other(first: Entry, other: Entry) -> None:
             "compare artifacts of one base",
         )
     if other.report.protocol != first.report.protocol:
+        records = first.report.protocol_record, other.report.protocol_record
+        differ = sorted(key for key in {*records[0], *records[1]} if records[0].get(key) != records[1].get(key))
         raise ReportError(
             f"{other.path} was measured by protocol {other.report.protocol[:12]}, "
-            f"{first.path} by {first.report.protocol[:12]}",
-            "run quantkit eval on both with the same suite, limit and versions of the texts",
+            f"{first.path} by {first.report.protocol[:12]} (they differ in {', '.join(differ) or 'their hash'})",
+            # One has packed kernels and the other has none: no run of eval makes that the same.
+            "compare them on a suite without tasks and answers"
+            if differ == ["decoding"]
+            else "run quantkit eval on both with the same suite, limit and versions of the texts",
         )
 
 

@@ -101,8 +101,21 @@ def test_an_artifact_of_another_base_is_refused_by_name(artifacts: dict[str, Pat
 
 def test_another_protocol_is_refused_by_its_hash(artifacts: dict[str, Path]) -> None:
     rewrite(artifacts["b"], protocol="d" * 64)
-    with pytest.raises(ReportError, match=r"b was measured by protocol dddddddddddd, .*a by [0-9a-f]{12}; run"):
+    with pytest.raises(ReportError, match=r"b was measured by protocol d{12}, .*a by [0-9a-f]{12} \(.*hash\); run"):
         compare([artifacts["a"], artifacts["b"]], "quick")
+
+
+def test_what_differs_between_two_protocols_is_named_and_where_no_other_run_helps_the_way_out(
+    artifacts: dict[str, Path],
+) -> None:
+    record = sample_protocol(load_suite("quick"))
+    for more, message in (
+        ({"decoding": "exact"}, r"\(they differ in decoding\); compare them on a suite without tasks and answers"),
+        ({"decoding": "exact", "dtype": "bfloat16"}, r"\(they differ in decoding, dtype\); run quantkit eval"),
+    ):
+        rewrite(artifacts["b"], protocol_record=record | more, protocol=protocol_hash(record | more))
+        with pytest.raises(ReportError, match=message):
+            compare([artifacts["a"], artifacts["b"]], "quick")
 
 
 def test_a_missing_report_names_those_there_are_and_the_command(artifacts: dict[str, Path]) -> None:

@@ -112,14 +112,16 @@ class Kept:
         for path in self._root.glob("*/*"):
             with suppress(OSError):  # another process may have removed it
                 status = path.stat()
-                kept.append((status.st_mtime_ns, status.st_size, path))
+                if path.is_file():
+                    kept.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in kept)
         allowed = min(self._limit, total + shutil.disk_usage(self._root).free // 2) - size
         for used, length, path in sorted(kept):
             if total <= allowed or used >= self._started:
                 break
-            path.unlink(missing_ok=True)
-            total -= length
+            with suppress(OSError):  # another user's
+                path.unlink(missing_ok=True)
+                total -= length
         return total <= allowed
 
 

@@ -27,7 +27,7 @@ pytestmark = [
 
 WIDTHS = [500, 800, 1400]
 SCHEMES = ["light", "dark"]
-PAGES = ["report", "long", "comparison"]
+PAGES = ["report", "long", "comparison", "long comparison"]
 
 # Elements that stick out of the page and whose own container does not scroll.
 STICKING_OUT = """
@@ -39,7 +39,7 @@ STICKING_OUT = """
 
 @pytest.fixture(scope="module")
 def pages(zoo: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A report that passes, one whose every name is too long, and a comparison, as files."""
+    """A report that passes, one whose every name is too long, and the same of a comparison, as files."""
     root = tmp_path_factory.mktemp("browser")
     made = convert(make_plan(open_checkpoint(str(zoo("llama"))), load_recipe("rtn-g64")), root / "made").path
     artifact = with_report(made, root / "artifact")
@@ -54,6 +54,9 @@ def pages(zoo: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) 
         "report": report_page(report, manifest, verdict),
         "long": report_page(strained, manifest.model_copy(update={"notes": [name]}), f"not judged: {name}"),
         "comparison": comparison_page(Comparison(entries, [f"recipe-{n}" for n in range(6)])),
+        "long comparison": comparison_page(
+            Comparison([Entry(root, manifest, strained)] * 2, [f"{name}{n}" for n in range(2)])
+        ),
     }
     for page, text in texts.items():
         write_page(text, root / f"{page}.html")

@@ -89,6 +89,20 @@ def test_the_folder_is_bounded_and_loses_what_was_not_read_for_longest(tmp_path:
     assert model.runs == 4
 
 
+def test_a_folder_that_lies_among_the_answers_is_left_alone_and_they_are_still_bounded(tmp_path: Path) -> None:
+    model = _Model()
+    (tmp_path / "other" / "folder").mkdir(parents=True)
+    os.utime(tmp_path / "other" / "folder", ns=(0, 0))
+    _cached(model, tmp_path, limit=700)(WINDOWS[0])
+    for path in tmp_path.glob("*/*"):
+        os.utime(path, ns=(1, 1))
+    logits = _cached(model, tmp_path, limit=700)
+    logits(WINDOWS[1])
+    logits(WINDOWS[1])
+    assert model.runs == 2
+    assert sum(path.is_file() for path in tmp_path.glob("*/*")) == 1
+
+
 def test_what_is_larger_than_the_bound_is_not_kept(tmp_path: Path) -> None:
     model = _Model()
     _cached(model, tmp_path, limit=10)(WINDOWS[0])
