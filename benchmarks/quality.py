@@ -69,7 +69,7 @@ CASES = [
     Case("gptq g64 zp 3 bits", "gptq-g64-zp", 128, ("weights.bits=3",)),
     Case("awq-gptq g64 3 bits", "awq-gptq-g64", 128, ("weights.bits=3",)),
     Case("awq-gptq-signround g64 3 bits", "awq-gptq-signround-g64", 128, ("weights.bits=3",)),
-    Case("w8a8 plain", "smoothquant-w8a8", 32, ("passes=[rtn]", "calibration=null")),
+    Case("w8a8 plain", "smoothquant-w8a8", 0, ("passes=[rtn]", "calibration=null")),
     Case("w8a8 alpha 0.5", "smoothquant-w8a8", 32, ("passes=[{smoothquant: {alpha: 0.5}}, rtn]",)),
     Case("w8a8 alpha 0.8", "smoothquant-w8a8", 32, ("passes=[{smoothquant: {alpha: 0.8}}, rtn]",)),
     Case("smoothquant-w8a8", "smoothquant-w8a8"),
