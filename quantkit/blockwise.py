@@ -99,9 +99,8 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
         else:
             with reduced(block):
                 stats = _statistics(block, local, name, run, hidden)
-            work = _Block(name, block, local, stats)
-            with reduced(block):
                 refining.advance(index)
+            work = _Block(name, block, local, stats)
             folding.run(work, run, sample)
             with _single_threaded():
                 chosen = _quantise(plan, work)

@@ -18,7 +18,15 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from quantkit.errors import InterruptedRunError, QuantkitError, UsageError, printable
 
@@ -94,18 +102,13 @@ def convert(
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with _resumable(target), Progress(*columns, console=_messages, transient=True) as bar:
         task = bar.add_task("converting", total=total)
-        tell = _in_lines(bar)
-
-        def progress(_: str, size: int) -> None:
-            bar.advance(task, size)
-            tell()
-
+        advance = _advancing(bar, task)
         done = run(
             plan,
             target,
             calibration=calibration,
             shard_bytes=shard_bytes,
-            progress=progress,
+            progress=lambda _, size: advance(size),
             resume=resume,
         )
     _say(f"wrote {target} in {done.seconds:.1f} s; identity {done.manifest.identity}")
@@ -561,13 +564,12 @@ def _windows_bar() -> Iterator[Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     bar = Progress(*columns, console=_messages)
     task = bar.add_task("evaluating", total=None)
-    tell = _in_lines(bar)
+    advance = _advancing(bar, task)
     with ExitStack() as stack:
 
         def step(total: int | None) -> None:
             if total is None:
-                bar.advance(task)
-                tell()
+                advance(1)
             else:  # an error before this point is one line, without a bar above it
                 bar.update(task, total=total)
                 stack.enter_context(bar)
@@ -575,21 +577,22 @@ def _windows_bar() -> Iterator[Any]:
         yield step
 
 
-def _in_lines(bar: Progress) -> Callable[[], None]:
-    """To be called after each advance: where no terminal shows the bar, it says now and then how far its task is."""
+def _advancing(bar: Progress, number: TaskID) -> Callable[[int], None]:
+    """What advances a task of a bar; where no terminal shows it, a line says now and then how far the task is."""
     last = time.monotonic()
 
-    def tell() -> None:
+    def advance(amount: int) -> None:
         nonlocal last
+        bar.advance(number, amount)
         now = time.monotonic()
         if bar.console.is_terminal or now - last < _LINE_SECONDS:
             return
         last = now
-        [task] = bar.tasks
+        task = bar.tasks[bar.task_ids.index(number)]
         left = "" if task.time_remaining is None else f", about {timedelta(seconds=int(task.time_remaining))} left"
         _say(f"{task.description}: {int(task.percentage)} %{left}")
 
-    return tell
+    return advance
 
 
 def _stamp(by: str | None, at: str | None) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class Kept:
         for path in self._root.glob("*/*"):
             with suppress(OSError):  # another process may have removed it
                 status = path.stat()
-                if path.is_file():
+                if S_ISREG(status.st_mode):
                     kept.append((status.st_mtime_ns, status.st_size, path))
         total = sum(size for _, size, _ in kept)
         allowed = min(self._limit, total + shutil.disk_usage(self._root).free // 2) - size
