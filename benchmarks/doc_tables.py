@@ -1,6 +1,16 @@
 """Tables of measured figures in docs/, each between two markers that name it: `<!-- name -->` and `<!-- /name -->`."""
 
-from rtn_table import ROOT
+from pathlib import Path
+from typing import Any
+
+from rtn_table import ROOT, say, write_json
+
+
+def publish(result: dict[str, Any], path: Path, document: str, name: str, table: str) -> None:
+    """Write what a benchmark measured: its JSON to `path`, and its table into a document; both below the project."""
+    write_json(result, ROOT / path)
+    put_table(document, name, table)
+    say(f"wrote {path} and {document}")
 
 
 def put_table(document: str, name: str, table: str) -> None:

@@ -19,8 +19,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from doc_tables import put_table
-from rtn_table import ROOT, say, write_json
+from doc_tables import publish
+from rtn_table import say
 from transformers import PreTrainedModel
 
 from quantkit.calibration import calibrate_from, load_set
@@ -51,9 +51,7 @@ def main() -> int:
         "rows": measure(arguments.turns),
     }
     if not arguments.no_write:
-        write_json(result, ROOT / RESULT)
-        put_table("docs/evaluation.md", "eval speed", markdown(result["rows"]))
-        say(f"wrote {RESULT} and docs/evaluation.md")
+        publish(result, RESULT, "docs/evaluation.md", "eval speed", markdown(result["rows"]))
     print(markdown(result["rows"]))
     return 0
 

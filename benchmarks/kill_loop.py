@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from doc_tables import put_table
-from rtn_table import ROOT, say, write_json
+from doc_tables import publish
+from rtn_table import say
 from synthetic_model import build
 
 from quantkit.artifact import verify
@@ -105,9 +105,7 @@ def main() -> int:
         "recipes": {recipe: {key: found[key] for key in COUNTED} for recipe, found in counts.items()},
     }
     if not arguments.no_write:
-        write_json(result, ROOT / RESULT)
-        put_table(DOCUMENT, "kill loop", markdown(result))
-        say(f"wrote {RESULT} and {DOCUMENT}")
+        publish(result, RESULT, DOCUMENT, "kill loop", markdown(result))
     print(markdown(result))
     return 0 if all(good(found) for found in result["recipes"].values()) else 1
 

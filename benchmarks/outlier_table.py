@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from doc_tables import put_table
-from rtn_table import ROOT, say, write_json
+from doc_tables import publish
+from rtn_table import say
 
 from quantkit.affine import choose_qparams, dequantize, quantize
 from quantkit.algorithms.smoothquant import fake_quantize_tokens, search_alpha, smooth_scales
@@ -46,9 +46,7 @@ def main() -> int:
         "rows": rows,
     }
     if not arguments.no_write:
-        write_json(result, ROOT / RESULT)
-        put_table("docs/quality.md", "outlier", markdown(rows))
-        say(f"wrote {RESULT} and docs/quality.md")
+        publish(result, RESULT, "docs/quality.md", "outlier", markdown(rows))
     print(markdown(rows))
     return 0
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from doc_tables import put_table
+from doc_tables import publish
 from quality import figures, merged_rows
-from rtn_table import ROOT, say, score, write_json
+from rtn_table import ROOT, base_logits, say
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -36,6 +36,7 @@ from quantkit.checkpoint import open_checkpoint
 from quantkit.demo import base_checkpoint, load_demo
 from quantkit.evaluate.loader import load_artifact
 from quantkit.evaluate.protocol import load_windows
+from quantkit.evaluate.scoring import score_windows
 from quantkit.formats import FORMATS
 from quantkit.recipe import load_recipe
 from quantkit.types import QuantScheme
@@ -74,9 +75,7 @@ def main() -> int:
     result = measure(pairs, arguments.peer_python or make_environment(ROOT / "build/peer-env"), arguments.windows)
     if not arguments.no_write:
         result = merged_rows(result, ROOT / RESULT, [f"{pair.label}, {tool}" for pair in PAIRS for tool in TOOLS])
-        write_json(result, ROOT / RESULT)
-        put_table("docs/quality.md", "peers", markdown(result))
-        say(f"wrote {RESULT} and docs/quality.md")
+        publish(result, RESULT, "docs/quality.md", "peers", markdown(result))
     print(markdown(result))
     missed = [pair for pair in pairs if share(result, pair) > pair.share]
     for pair in missed:
@@ -125,7 +124,8 @@ def measure(pairs: list[Pair], peer_python: Path, count: int) -> dict[str, Any]:
             say(f"{pair.label}: quantkit took {costs[f'{pair.label}, quantkit']['seconds']['cpu']} CPU s")
             models[f"{pair.label}, llm-compressor"] = decoded(theirs)
             models[f"{pair.label}, quantkit"] = load_artifact(ours, dtype=torch.float32)
-        scores = {label: score(model, checkpoint, windows.ids) for label, model in models.items()}
+        base = base_logits(checkpoint)
+        scores = {label: score_windows(model, windows.ids, base) for label, model in models.items()}
     return {
         "what": "two tools, one base, the same calibration tokens, 4 bits in groups of 64",
         "command": "python benchmarks/peers.py",

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from doc_tables import put_table
-from rtn_table import ROOT, rounded, say, score, write_json
+from doc_tables import publish
+from rtn_table import ROOT, base_logits, rounded, say
 from second_model import drawn, second_checkpoint
 
 from quantkit.calibration import Calibration, calibrate_from, load_set
@@ -30,7 +30,7 @@ from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.demo import base_checkpoint, load_demo
 from quantkit.evaluate.loader import load_artifact, load_checkpoint
 from quantkit.evaluate.protocol import load_windows
-from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics
+from quantkit.evaluate.scoring import Logits, Scores, fidelity_metrics, perplexity_metrics, score_windows
 from quantkit.manifest import Manifest
 from quantkit.pipeline import convert
 from quantkit.plan import make_plan
@@ -83,9 +83,10 @@ _ALL = 1 << 40
 
 @dataclass(frozen=True)
 class Subject:
-    """A base, what calibrates it (so many samples of it), and the token ids `[windows, length]` that judge it."""
+    """A base, its logits, what calibrates it (so many samples of it), and the ids `[windows, length]` that judge it."""
 
     checkpoint: Checkpoint
+    logits: Logits
     calibrate: Callable[[int], Calibration]
     ids: torch.Tensor
     about: dict[str, Any]
@@ -98,6 +99,7 @@ def language_model(windows: int) -> Subject:
     about = {"calibration": "encyclopaedia, samples of 512 tokens", "protocol": judged.rules}
     return Subject(
         checkpoint,
+        base_logits(checkpoint),
         lambda samples: calibrate_from(load_set("encyclopaedia"), tokenizer, samples, 512),
         judged.ids,
         about,
@@ -113,7 +115,7 @@ def drawing_model(windows: int) -> Subject:
         return Calibration(ids, {"set": "drawn by the model, seed 1", "samples": samples, "length": 128})
 
     about = {"calibration": "drawn by the model, samples of 128 tokens", "protocol": {"drawn": windows, "seed": 2}}
-    return Subject(checkpoint, calibrate, drawn(model, windows, 128, seed=2), about)
+    return Subject(checkpoint, base_logits(checkpoint), calibrate, drawn(model, windows, 128, seed=2), about)
 
 
 SUBJECTS = {"smollm2": language_model, "microformer": drawing_model}
@@ -136,9 +138,7 @@ def main() -> int:
             print(markdown(result), flush=True)
             if not arguments.no_write:  # after each case: the next one may take an hour
                 result = merged_rows(result, ROOT / path, [case.label for case in CASES])
-                write_json(result, ROOT / path)
-                put_table("docs/quality.md", f"quality {name}", markdown(result))
-                say(f"wrote {path} and docs/quality.md")
+                publish(result, path, "docs/quality.md", f"quality {name}", markdown(result))
     return 0
 
 
@@ -154,7 +154,7 @@ def measure(case: Case, subject: Subject) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="quality-") as folder:
         output = Path(folder) / "artifact"
         made = run(case, subject, output)
-        scores = score(load_artifact(output, dtype=torch.float32, keep=_ALL), checkpoint, subject.ids)
+        scores = score_windows(load_artifact(output, dtype=torch.float32, keep=_ALL), subject.ids, subject.logits)
     return {
         "what": "fidelity of packed artifacts to their float32 base on text that calibration never saw",
         "command": "python benchmarks/quality.py",

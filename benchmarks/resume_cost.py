@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from doc_tables import put_table
-from rtn_table import ROOT, say, write_json
+from doc_tables import publish
+from rtn_table import say
 
 from quantkit.calibration import recipe_calibration
 from quantkit.checkpoint import open_checkpoint
@@ -47,9 +47,7 @@ def main() -> int:
         "rows": rows,
     }
     if not arguments.no_write:
-        write_json(result, ROOT / RESULT)
-        put_table(DOCUMENT, "resume cost", markdown(rows))
-        say(f"wrote {RESULT} and {DOCUMENT}")
+        publish(result, RESULT, DOCUMENT, "resume cost", markdown(rows))
     print(markdown(rows))
     return 0
 

@@ -31,7 +31,7 @@ from quantkit.demo import base_checkpoint, load_demo
 from quantkit.evaluate.kept import Kept
 from quantkit.evaluate.loader import load_artifact, load_checkpoint
 from quantkit.evaluate.protocol import load_windows
-from quantkit.evaluate.scoring import Scores, fidelity_metrics, perplexity_metrics, score_windows, window_logits
+from quantkit.evaluate.scoring import Logits, Scores, fidelity_metrics, perplexity_metrics, score_windows, window_logits
 from quantkit.manifest import Manifest, files_identity
 from quantkit.pipeline import convert, source_files
 from quantkit.plan import make_plan
@@ -118,7 +118,8 @@ def measure(count: int, length: int) -> dict[str, Any]:
     windows = load_windows("wiki-en", checkpoint.tokenizer(), count, length)
     with packed_models(checkpoint) as models:
         started = time.time()
-        scores = {label: score(model, checkpoint, windows.ids) for label, (model, _) in models.items()}
+        base = base_logits(checkpoint)
+        scores = {label: score_windows(model, windows.ids, base) for label, (model, _) in models.items()}
         say(f"scored in {time.time() - started:.0f} s")
         rows = [base_row(next(iter(scores.values())))]
         rows += [row(case, models[case.label][1], scores[case.label]) for case in CASES]
@@ -149,15 +150,15 @@ def packed_models(checkpoint: Any) -> Iterator[dict[str, tuple[PreTrainedModel, 
         yield models
 
 
-def score(model: PreTrainedModel, checkpoint: Checkpoint, ids: torch.Tensor) -> Scores:
-    """Scores of `model` beside the float32 base, whose logits are kept in the cache: it runs once a window."""
+def base_logits(checkpoint: Checkpoint) -> Logits:
+    """Logits of the float32 base, kept in the cache: it runs once a window, whatever is compared with it."""
 
     @cache
     def base() -> PreTrainedModel:
         return load_checkpoint(checkpoint, dtype=torch.float32)
 
     kept = Kept(files_identity(source_files(checkpoint)), torch.float32)
-    return score_windows(model, ids, kept.logits(lambda window: window_logits(base(), window)))
+    return kept.logits(lambda window: window_logits(base(), window))
 
 
 def base_row(scores: Scores) -> dict[str, Any]:

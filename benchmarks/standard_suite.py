@@ -1,6 +1,6 @@
 """What the suite `standard` says of three artifacts of the demo's base, and what the shipped policies make of them.
 
-    python benchmarks/standard_suite.py                 two hours on two cores; writes JSON and docs
+    python benchmarks/standard_suite.py                 over an hour on two cores; writes JSON and docs
     python benchmarks/standard_suite.py --work DIR      artifacts and reports that stand there are not made again
 
 Artifacts are converted, evaluated and judged by the command line, each time in a process of its own: seconds and peak
@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from doc_tables import put_table
-from rtn_table import ROOT, say, write_json
+from doc_tables import publish
+from rtn_table import say
 
 from quantkit.artifact import REPORTS
 from quantkit.demo import base_checkpoint, load_demo
@@ -59,9 +59,7 @@ def main() -> int:
         "columns": columns,
     }
     if not arguments.no_write:
-        write_json(result, ROOT / RESULT)
-        put_table("docs/evaluation.md", "standard suite", markdown(columns))
-        say(f"wrote {RESULT} and docs/evaluation.md")
+        publish(result, RESULT, "docs/evaluation.md", "standard suite", markdown(columns))
     print(markdown(columns))
     return 0
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from doc_tables import put_table
-from rtn_table import ROOT, say, write_json
+from doc_tables import publish
+from rtn_table import ROOT
 
 from quantkit.artifact import REPORTS
 from quantkit.entries import RECORDS, Stamp
@@ -56,9 +56,7 @@ def main() -> int:
         "releases_at_once": {"processes": PROCESSES, "each": ROUNDS, "entries": entries},
     }
     if not arguments.no_write:
-        write_json(result, ROOT / RESULT)
-        put_table("docs/reliability.md", "tamper", markdown(result))
-        say(f"wrote {RESULT} and docs/reliability.md")
+        publish(result, RESULT, "docs/reliability.md", "tamper", markdown(result))
     print(markdown(result))
     missed = any(row["tried"] != row["found"] for row in rows) or alarms
     return 1 if missed or entries != PROCESSES * ROUNDS else 0
