@@ -7,7 +7,7 @@ them, read back from their packed tensors.
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,14 +27,19 @@ from quantkit.live import LiveModel, batches
 from quantkit.manifest import FallbackRecord, FoldRecord, OutputError
 from quantkit.passes import QUANTISERS, REFINERS, TRANSFORMS, Chosen
 from quantkit.plan import Plan, Quantised
+from quantkit.sequential import OutOfStepError, reading_order, run_in_step
 from quantkit.sink import Sink
-from quantkit.stats import collect, linears_of
+from quantkit.stats import collect, linears_of, summed
 from quantkit.types import CalibrationStats, FoldSite, QuantScheme
 
 # Fold scales of the equivalence check are drawn with it; any seed would do, one makes runs repeat.
 _SEED = 20240
 # Tokens on which fold sites are found and proved: enough for attention to mix, short enough to run many times.
 _PROOF_TOKENS = 32
+# Rows that are quantised at once: so many that an operation on a column takes longer than to start it.
+_PIECE_ROWS = 4096
+# A block is quantised in one forward where no more than this waits in memory: 32 samples of 512 tokens at width 4096.
+_LARGEST_HELD = 1 << 31
 
 
 @dataclass
@@ -42,25 +47,35 @@ class _Block:
     """One live block at work. layers, stats: by name in the block; stats change as folds move scales.
 
     size: of each layer, the squared output. before: the squared error of it as the source has it, rounded to nearest,
-    over that output.
+    over that output. exact: float weights of layers that are quantised already.
     """
 
     name: str
     module: nn.Module
     layers: dict[str, Quantised]
-    stats: dict[str, CalibrationStats]
+    stats: dict[str, CalibrationStats] = field(default_factory=dict)
     size: dict[str, float] = field(default_factory=dict)
     before: dict[str, float] = field(default_factory=dict)
+    exact: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        for part, stats in self.stats.items():
-            weight = self.weight(part)
-            nearest = dequantize(rtn_quantize(weight, self.layers[part].scheme))
-            self.size[part] = _squared(weight, stats) or 1.0
-            self.before[part] = _squared(weight - nearest, stats) / self.size[part]
+    def calibrate(self, part: str, stats: CalibrationStats) -> None:
+        """Take the statistics of a layer that is as the source has it."""
+        weight = self.weight(part)
+        nearest = dequantize(rtn_quantize(weight, self.layers[part].scheme))
+        self.stats[part] = stats
+        self.size[part] = _squared(weight, stats) or 1.0
+        self.before[part] = _squared(weight - nearest, stats) / self.size[part]
 
-    def weight(self, name: str) -> torch.Tensor:
-        weight = self.module.get_submodule(name).weight
+    def weight(self, part: str) -> torch.Tensor:
+        """The float weight of a layer."""
+        return self.exact[part] if part in self.exact else self._live(part)
+
+    def replace(self, part: str, weight: torch.Tensor) -> None:
+        """Make a layer compute with another weight."""
+        self._live(part).copy_(weight)
+
+    def _live(self, part: str) -> torch.Tensor:
+        weight = self.module.get_submodule(part).weight
         assert isinstance(weight, torch.Tensor)
         return weight
 
@@ -85,32 +100,37 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
     done = sink.blocks
     assert plan.recipe.calibration is not None
     reduced = partial(_reduced, wanted=plan.recipe.calibration.dtype == "bfloat16")
+    # Folds need the statistics of a whole block first, and so do refiners.
+    in_step = len(plan.recipe.steps) == 1 and _held_bytes(hidden, by_module) <= _LARGEST_HELD
     for index in range(len(live.blocks)):
         name = f"{live.prefix}.{index}"
         block = live.load(index)
         local = {m.removeprefix(name + "."): layer for m, layer in by_module.items() if m.startswith(name + ".")}
         run = partial(live.run, index)
         sample = hidden[:1, :_PROOF_TOKENS]
+        passed = False
         if index < done:
             with reduced(block):
                 refining.advance(index)
             folding.candidates(block, run, sample)
             _read_back(block, name, local, sink, live)
         else:
-            with reduced(block):
-                stats = _statistics(block, local, name, run, hidden)
-                refining.advance(index)
-            work = _Block(name, block, local, stats)
-            folding.run(work, run, sample)
-            with _single_threaded():
-                chosen = _quantise(plan, work)
-            with reduced():
-                chosen = refining.run(index, work, chosen)
+            work = _Block(name, block, local)
+            chosen = _quantise_in_step(plan, work, partial(reduced, block), run, hidden) if in_step else None
+            passed = chosen is not None
+            if chosen is None:
+                with reduced(block):
+                    _statistics(work, run, hidden)
+                    refining.advance(index)
+                folding.run(work, run, sample)
+                chosen = _quantise(plan, work, local)
+                with reduced():
+                    chosen = refining.run(index, work, chosen)
             _write(plan, work, chosen, sink)
             sink.blocks = index + 1
             sink.generators = {kind: generator_state(generator) for kind, generator in generators.items()}
             sink.save()
-        if index + 1 < len(live.blocks):
+        if index + 1 < len(live.blocks) and not passed:
             with reduced(block), _rounded_inputs(block, local, plan.recipe.activations is not None):
                 live.advance(index, hidden)
         live.free(index)
@@ -126,7 +146,7 @@ def _reduced(block: nn.Module | None = None, *, wanted: bool) -> Iterator[None]:
     linears = [] if block is None or not wanted else linears_of(block).values()
     plain = [module for module in linears if type(module) is nn.Linear]
     for module in plain:
-        vars(module)["forward"] = partial(_product, module, module.weight.bfloat16())
+        vars(module)["forward"] = partial(_product, module, _Cast(module.weight))
     try:
         with torch.autocast("cpu", torch.bfloat16, wanted):
             yield
@@ -135,9 +155,22 @@ def _reduced(block: nn.Module | None = None, *, wanted: bool) -> Iterator[None]:
             del vars(module)["forward"]
 
 
-def _product(module: nn.Linear, weight: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What a linear puts out. weight: its own in bfloat16, for wherever a model has not turned autocast off."""
-    return linear(value, weight if torch.is_autocast_enabled("cpu") else module.weight, module.bias)
+class _Cast:
+    """A weight in bfloat16, cast again only where it has changed."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+        self._version = -1
+
+    def __call__(self) -> torch.Tensor:
+        if self._version != self._weight._version:
+            self._cast, self._version = self._weight.bfloat16(), self._weight._version
+        return self._cast
+
+
+def _product(module: nn.Linear, cast: _Cast, value: torch.Tensor) -> torch.Tensor:
+    """What a linear puts out: from bfloat16 for wherever a model has not turned autocast off."""
+    return linear(value, cast() if torch.is_autocast_enabled("cpu") else module.weight, module.bias)
 
 
 def _read_back(block: nn.Module, name: str, layers: dict[str, Quantised], sink: Sink, live: LiveModel) -> None:
@@ -155,18 +188,69 @@ def _read_back(block: nn.Module, name: str, layers: dict[str, Quantised], sink: 
             parameter.copy_(sink.writer.read(entry.name))
 
 
-def _statistics(
-    block: nn.Module,
-    layers: dict[str, Quantised],
-    name: str,
+def _statistics(work: _Block, run: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> None:
+    with _naming(work.name):
+        shared = collect(work.module, work.layers, run, batches(hidden))
+    for found in shared:
+        for part in found.names:
+            work.calibrate(part, found.stats)
+
+
+def _held_bytes(hidden: torch.Tensor, layers: dict[str, Quantised]) -> int:
+    """About what all samples hold while they wait inside a block: states, what the linears before made, one input."""
+    samples, length, width = hidden.shape
+    return 4 * samples * length * (4 * width + max((layer.shape[1] for layer in layers.values()), default=0))
+
+
+def _quantise_in_step(
+    plan: Plan,
+    work: _Block,
+    reduced: Callable[[], AbstractContextManager[None]],
     run: Callable[[torch.Tensor], torch.Tensor],
     hidden: torch.Tensor,
-) -> dict[str, CalibrationStats]:
+) -> dict[str, Chosen] | None:
+    """Quantise a block in one forward, at the end of which `hidden` is what comes out of it.
+
+    None, with block and hidden states as they were, where samples call its linears in different ways.
+    """
+    rounded = _rounded_inputs(work.module, work.layers, plan.recipe.activations is not None)
+    order = reading_order(work.module, work.layers, run, hidden[:1, :_PROOF_TOKENS])
+    if not order:
+        return None
+    chosen: dict[str, Chosen] = {}
+
+    def reached(parts: tuple[str, ...], inputs: Iterator[torch.Tensor]) -> None:
+        with torch.autocast("cpu", enabled=False):
+            with _naming(work.name):
+                stats = summed(parts[0], inputs)
+            for part in parts:
+                work.calibrate(part, stats)
+            found = _quantise(plan, work, parts)
+            for part, one in found.items():
+                work.exact[part] = work.weight(part).clone()
+                work.replace(part, dequantize(one.tensor))
+            chosen.update(found)
+
     try:
-        shared = collect(block, layers, run, batches(hidden))
+        with reduced(), rounded:
+            outputs = run_in_step(work.module, order, run, batches(hidden), reached)
+    except OutOfStepError:
+        for part, weight in work.exact.items():
+            work.replace(part, weight)
+        work.exact.clear()
+        return None
+    for batch, output in zip(batches(hidden), outputs, strict=True):
+        batch.copy_(output)
+    return chosen
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Errors of numbers name the block or layer that they came up in."""
+    try:
+        yield
     except NumericsError as error:
         raise NumericsError(f"{name}: {error.problem}", error.action) from None
-    return {part: found.stats for found in shared for part in found.names}
 
 
 class _Folding:
@@ -325,30 +409,44 @@ def _relative_error(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     return ((found - wanted).square() / size).mean()
 
 
-def _quantise(plan: Plan, work: _Block) -> dict[str, Chosen]:
-    """Codes for every layer of a block, on all cores."""
+def _quantise(plan: Plan, work: _Block, parts: Iterable[str]) -> dict[str, Chosen]:
+    """Codes for layers `parts` of a block, on all cores."""
     name, options = plan.recipe.quantiser
     quantiser = QUANTISERS[name]
     parsed = quantiser.options.model_validate(options)
-
-    for part in work.layers:
+    parts = list(parts)
+    for part in parts:
         if part not in work.stats:
             raise NumericsError(f"{work.name}.{part}: no calibration token reached it", "add it to the recipe's ignore")
-    teams = _teams(work)
+    # The widest first: it takes longest.
+    teams = sorted(_teams(work, parts), key=lambda team: -work.weight(team[0]).shape[1])
 
-    def choose(team: list[str]) -> list[Chosen]:
-        weights = [work.weight(part) for part in team]
-        try:
-            found = quantiser.run(torch.cat(weights), work.layers[team[0]].scheme, work.stats[team[0]], parsed)
-        except NumericsError as error:
-            raise NumericsError(f"{work.name}.{team[0]}: {error.problem}", error.action) from None
-        return found.split([len(weight) for weight in weights])
+    def prepare(team: list[str]) -> Any:
+        with _naming(f"{work.name}.{team[0]}"):
+            return quantiser.prepare(work.stats[team[0]], parsed)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        # The widest first: it takes longest.
-        order = sorted(teams, key=lambda team: -work.weight(team[0]).shape[1])
-        return {part: one for team, found in zip(order, pool.map(choose, order), strict=True)
-                for part, one in zip(team, found, strict=True)}  # fmt: skip
+    def choose(team: list[str], prepared: Any, rows: torch.Tensor) -> Chosen:
+        with _naming(f"{work.name}.{team[0]}"):
+            return quantiser.run(rows, work.layers[team[0]].scheme, prepared, parsed)
+
+    with _single_threaded(), ThreadPoolExecutor(os.cpu_count()) as pool:
+        ready = pool.map(prepare, teams)
+        jobs = [
+            [pool.submit(choose, team, prepared, rows) for rows in _pieces(work, team)]
+            for team, prepared in zip(teams, ready, strict=True)
+        ]
+        found: dict[str, Chosen] = {}
+        for team, pieces in zip(teams, jobs, strict=True):
+            whole = Chosen.join([piece.result() for piece in pieces])
+            found.update(zip(team, whole.split([len(work.weight(part)) for part in team]), strict=True))
+        return found
+
+
+def _pieces(work: _Block, team: list[str]) -> tuple[torch.Tensor, ...]:
+    """The rows of a team's weights, in as many pieces as are large enough to be quantised side by side."""
+    rows = torch.cat([work.weight(part) for part in team])
+    together = work.layers[team[0]].scheme.granularity == "tensor"  # all rows share a scale
+    return rows.split(len(rows) if together else _PIECE_ROWS)
 
 
 def _write(plan: Plan, work: _Block, chosen: dict[str, Chosen], sink: Sink) -> None:
@@ -363,13 +461,14 @@ def _write(plan: Plan, work: _Block, chosen: dict[str, Chosen], sink: Sink) -> N
         stored = sink.layer(layer, weight, chosen[part], passes, error, stats.tokens)
         if (raised := chosen[part].raised) is not None:
             sink.fallbacks.append(FallbackRecord(layer=layer.name, kind="damping", detail=raised))
-        weight.copy_(dequantize(plan.format.unpack(stored, layer.scheme)))
+        work.replace(part, dequantize(plan.format.unpack(stored, layer.scheme)))
 
 
-def _teams(work: _Block) -> list[list[str]]:
+def _teams(work: _Block, parts: Iterable[str]) -> list[list[str]]:
     """Layers that read one input in one scheme are quantised as one weight, for rows are independent of each other."""
     teams: dict[tuple[int, QuantScheme, str], list[str]] = {}
-    for part, layer in work.layers.items():
+    for part in parts:
+        layer = work.layers[part]
         alone = part if layer.scheme.granularity == "tensor" else ""  # its rows share a scale
         teams.setdefault((id(work.stats[part]), layer.scheme, alone), []).append(part)
     return list(teams.values())

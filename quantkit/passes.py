@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 
 from quantkit.algorithms.awq import clip, search_clip, search_scales
-from quantkit.algorithms.gptq import NotPositiveDefinite, coordinate_descent, gptq_quantize
+from quantkit.algorithms.gptq import NotPositiveDefinite, Prepared, coordinate_descent, gptq_quantize, prepare_hessian
 from quantkit.algorithms.reconstruct import Learned, Loss, learn_rounding
 from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.algorithms.search import round_to_codes, search_qparams
@@ -88,6 +88,11 @@ class Chosen:
         """One for each run of rows, where several layers were quantised as one."""
         return [replace(self, tensor=tensor) for tensor in self.tensor.split(rows)]
 
+    @classmethod
+    def join(cls, parts: "Sequence[Chosen]") -> "Chosen":
+        """One for all rows, of runs of them that were quantised with the same preparation."""
+        return replace(parts[0], tensor=QuantizedTensor.join([part.tensor for part in parts]))
+
 
 @dataclass(frozen=True)
 class Scaled:
@@ -101,10 +106,14 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Quantiser:
-    """A step that turns a float weight into codes. calibrated: whether it needs statistics with these options."""
+    """A step that turns a float weight into codes. calibrated: whether it needs statistics with these options.
+
+    prepare: of the statistics, what all rows of all weights of one input need alike. run: codes for any run of rows.
+    """
 
     options: type[Strict]
-    run: Callable[[torch.Tensor, QuantScheme, CalibrationStats | None, Any], Chosen]
+    prepare: Callable[[CalibrationStats | None, Any], Any]
+    run: Callable[[torch.Tensor, QuantScheme, Any, Any], Chosen]
     calibrated: Callable[[Any], bool]
 
 
@@ -134,27 +143,30 @@ def _rtn(weight: torch.Tensor, scheme: QuantScheme, stats: CalibrationStats | No
     return Chosen(round_to_codes(weight, scales, zeros, scheme))
 
 
-def _gptq(weight: torch.Tensor, scheme: QuantScheme, stats: CalibrationStats | None, options: GptqOptions) -> Chosen:
+def _prepare_gptq(stats: CalibrationStats | None, options: GptqOptions) -> tuple[Prepared, torch.Tensor, float]:
+    """H made ready, its own diagonal, and the damping that it took."""
     assert stats is not None
-    hessian = stats.hessian
-    searched = options.scales == "searched"
-    scales, zeros = search_qparams(weight, hessian.diagonal(), scheme) if searched else (None, None)
-    for factor in _DAMP_STEPS:
-        damp = options.damp * factor
+    for damp in (options.damp * step for step in _DAMP_STEPS):
         try:
-            result = gptq_quantize(
-                weight, hessian, scheme, damp=damp, block_size=options.block_size, act_order=options.act_order,
-                scales=scales, zeros=zeros,
-            )  # fmt: skip
-            break
-        except NotPositiveDefinite:
-            if factor == _DAMP_STEPS[-1]:
-                raise
+            prepared = prepare_hessian(stats.hessian, damp=damp, act_order=options.act_order)
+            return prepared, stats.hessian.diagonal(), damp
+        except NotPositiveDefinite as error:
+            failure = error
+    raise failure
+
+
+def _gptq(
+    weight: torch.Tensor, scheme: QuantScheme, ready: tuple[Prepared, torch.Tensor, float], options: GptqOptions
+) -> Chosen:
+    prepared, diagonal, damp = ready
+    searched = options.scales == "searched"
+    scales, zeros = search_qparams(weight, diagonal, scheme) if searched else (None, None)
+    result = gptq_quantize(weight, prepared, scheme, block_size=options.block_size, scales=scales, zeros=zeros)
     tensor = result.tensor
     if options.sweeps:
-        tensor = coordinate_descent(weight, hessian, tensor, sweeps=options.sweeps, damp=damp)
+        tensor = coordinate_descent(weight, prepared, tensor, sweeps=options.sweeps)
     notes, raised = [], None
-    if factor != 1:
+    if damp != options.damp:
         raised = f"damping raised from {options.damp:g} to {damp:g}: the Hessian was not positive definite"
         notes.append(raised)
     if result.dead_channels:
@@ -214,8 +226,8 @@ def shared_mean(values: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
 
 
 QUANTISERS: dict[str, Quantiser] = {
-    "rtn": Quantiser(RtnOptions, _rtn, lambda options: options.scales != "minmax"),
-    "gptq": Quantiser(GptqOptions, _gptq, lambda _: True),
+    "rtn": Quantiser(RtnOptions, lambda stats, _: stats, _rtn, lambda options: options.scales != "minmax"),
+    "gptq": Quantiser(GptqOptions, _prepare_gptq, _gptq, lambda _: True),
 }
 
 TRANSFORMS: dict[str, Transform] = {

@@ -83,6 +83,18 @@ def collect(
     return [SharedInput(tuple(n for n in leader_of if leader_of[n] == name), sums[name].result()) for name in sums]
 
 
+def summed(name: str, inputs: Iterable[torch.Tensor]) -> CalibrationStats:
+    """The statistics of all `inputs` `[..., in]` of the linear `name`. Raises NumericsError where one is not finite."""
+    sums: _Sums | None = None
+    for value in inputs:
+        if sums is None:
+            sums = _Sums(name, value.shape[-1])
+        sums.add(value.reshape(-1, value.shape[-1]))
+    if sums is None:
+        raise ValueError(f"no input of {name}")
+    return sums.result()
+
+
 def merge(first: CalibrationStats, second: CalibrationStats) -> CalibrationStats:
     """The statistics of both sets of tokens: sums add, maxima are compared."""
     return CalibrationStats(

@@ -107,6 +107,13 @@ class QuantizedTensor:
         parts = zip(self.codes.split(rows), self.scales.split(rows), zeros, strict=True)
         return [QuantizedTensor(codes, scales, zero, self.scheme) for codes, scales, zero in parts]
 
+    @classmethod
+    def join(cls, parts: "list[QuantizedTensor]") -> "QuantizedTensor":
+        """The tensor of all rows of `parts`, which have one scheme."""
+        codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        return cls(codes, scales, torch.cat(zeros) if zeros else None, parts[0].scheme)
+
 
 @dataclass
 class CalibrationStats:

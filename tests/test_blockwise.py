@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from quantkit import blockwise
 from quantkit.affine import dequantize
 from quantkit.algorithms.awq import awq_scales
 from quantkit.algorithms.rtn import rtn_quantize
@@ -25,8 +27,9 @@ from quantkit.live import LiveModel, batches
 from quantkit.manifest import Manifest
 from quantkit.passes import shared_mean
 from quantkit.pipeline import convert
-from quantkit.plan import make_plan
+from quantkit.plan import Plan, make_plan
 from quantkit.recipe import load_recipe
+from quantkit.sequential import OutOfStepError, run_in_step
 from quantkit.stats import collect
 from quantkit.types import QuantScheme
 from tests.zoo import ARCHITECTURES, save
@@ -258,3 +261,62 @@ def test_a_block_in_bfloat16_does_to_the_bit_what_autocast_does_and_is_left_as_i
     with _reduced(block, wanted=False):
         assert torch.equal(block(value), exact)
     assert all("forward" not in vars(module) for module in block.modules())
+
+
+def test_samples_that_break_step_leave_the_bytes_of_two_forwards(
+    zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken: list[int] = []
+
+    def breaks(block: nn.Module, order: Any, run: Any, samples: Any, reached: Any) -> None:
+        def some(parts: tuple[str, ...], inputs: Any) -> None:
+            reached(parts, inputs)
+            if parts == order[1]:
+                broken.append(1)
+                raise OutOfStepError
+
+        run_in_step(block, order, run, samples, some)
+
+    one = _convert(zoo("llama"), tmp_path / "one", "gptq-g64")
+    with monkeypatch.context() as patched:
+        patched.setattr(blockwise, "run_in_step", breaks)
+        two = _convert(zoo("llama"), tmp_path / "broken", "gptq-g64")
+    monkeypatch.setattr(blockwise, "_LARGEST_HELD", 0)
+    assert len(broken) == 2
+    assert two == _convert(zoo("llama"), tmp_path / "two", "gptq-g64")
+    assert two != one
+
+
+@pytest.mark.parametrize("recipe", ["gptq-g64", "gptq-w8a8"])
+def test_one_forward_hands_on_what_the_quantised_block_puts_out(
+    recipe: str, zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, blocks = blockwise._quantise_in_step, []
+
+    def checked(plan: Plan, work: Any, reduced: Any, run: Any, hidden: torch.Tensor) -> Any:
+        before = hidden.clone()
+        chosen = real(plan, work, reduced, run, hidden)
+        with reduced(), blockwise._rounded_inputs(work.module, work.layers, plan.recipe.activations is not None):
+            expected = [run(part) for part in batches(before)]
+        assert torch.equal(torch.cat(expected), hidden)
+        blocks.append(chosen)
+        return chosen
+
+    monkeypatch.setattr(blockwise, "_quantise_in_step", checked)
+    _convert(zoo("llama"), tmp_path / "a", recipe, ["passes=[gptq]"])
+    assert len(blocks) == 2
+    assert None not in blocks
+
+
+@pytest.mark.parametrize("recipe", ["gptq-g64", "awq-gptq-g64"])
+def test_rows_quantised_in_pieces_lose_what_all_rows_at_once_lose(
+    recipe: str, zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = _convert(zoo("llama"), tmp_path / "whole", recipe)
+    monkeypatch.setattr(blockwise, "_PIECE_ROWS", 40)
+    pieces = _convert(zoo("llama"), tmp_path / "pieces", recipe)
+    assert verify(tmp_path / "pieces") == []
+    for one, other in zip(whole.layers, pieces.layers, strict=True):
+        assert one.output_error is not None
+        assert other.output_error is not None
+        assert other.output_error.after == pytest.approx(one.output_error.after, rel=0.02)

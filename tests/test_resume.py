@@ -123,7 +123,7 @@ def stopped_after(
 # Crashes
 
 
-@pytest.mark.parametrize("recipe", ["rtn-g64-zp", "smoothquant-w8a8", "awq-gptq-signround-g64"])
+@pytest.mark.parametrize("recipe", ["rtn-g64-zp", "gptq-g64", "smoothquant-w8a8", "awq-gptq-signround-g64"])
 def test_a_crash_at_any_flush_resumes_to_the_same_identity(
     recipe: str, deep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,7 +192,9 @@ def test_finished_blocks_are_not_quantised_again(deep: Path, begun: Begun, monke
     told: list[str] = []
     quantised: list[str] = []
     real = blockwise._quantise
-    monkeypatch.setattr(blockwise, "_quantise", lambda plan, work: quantised.append(work.name) or real(plan, work))
+    monkeypatch.setattr(
+        blockwise, "_quantise", lambda plan, work, parts: quantised.append(work.name) or real(plan, work, parts)
+    )
     made = begun.resume(deep, progress=lambda name, _: told.append(name))
     assert quantised == ["model.layers.3"]
     assert sorted(told) == sorted(set(told)), "a tensor was told twice"
@@ -374,7 +376,9 @@ def test_what_is_not_as_it_was_saved_is_done_again(
         (work.directory / "evals").mkdir()
     quantised: list[str] = []
     choose = blockwise._quantise
-    monkeypatch.setattr(blockwise, "_quantise", lambda plan, work: quantised.append(work.name) or choose(plan, work))
+    monkeypatch.setattr(
+        blockwise, "_quantise", lambda plan, work, parts: quantised.append(work.name) or choose(plan, work, parts)
+    )
     made = begun.resume(deep)
     assert made.manifest.identity == begun.identity
     assert verify(made.path) == []

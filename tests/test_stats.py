@@ -6,7 +6,7 @@ from torch import nn
 
 from quantkit import stats
 from quantkit.errors import NumericsError
-from quantkit.stats import collect, merge
+from quantkit.stats import collect, merge, summed
 from quantkit.types import CalibrationStats
 
 
@@ -58,6 +58,18 @@ def test_sums_in_several_pieces_and_tiles_are_those_in_one(block: _Block, monkey
     pieces = _collect(block, samples)["left"]
     torch.testing.assert_close(pieces.gram, whole.gram, rtol=1e-5, atol=1e-6)
     assert pieces.tokens == whole.tokens
+
+
+def test_inputs_handed_over_one_by_one_have_the_sums_that_a_run_gathers(block: _Block) -> None:
+    samples = _samples(4)
+    found, gathered = summed("left", iter(samples)), _collect(block, samples)["left"]
+    assert torch.equal(found.gram, gathered.gram)
+    assert torch.equal(found.act_mean, gathered.act_mean)
+    assert torch.equal(found.samples, gathered.samples)
+    assert found.tokens == gathered.tokens
+    samples[2][0, 3, 1] = float("nan")
+    with pytest.raises(NumericsError, match="the input of left"):
+        summed("left", iter(samples))
 
 
 def test_statistics_of_two_halves_add_up_to_the_whole(block: _Block) -> None:

@@ -92,3 +92,16 @@ def test_a_scheme_cannot_be_changed() -> None:
 def test_the_shape_of_a_quantised_tensor_is_that_of_its_codes() -> None:
     codes = torch.zeros(3, 5, dtype=torch.uint8)
     assert QuantizedTensor(codes, torch.ones(3, 1), None, QuantScheme(4, "channel")).shape == (3, 5)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_tensor_split_by_rows_and_joined_is_the_same(symmetric: bool) -> None:
+    codes = torch.arange(24, dtype=torch.uint8).reshape(6, 4) % 16
+    scales = torch.rand(6, 2, generator=torch.Generator().manual_seed(0))
+    zeros = None if symmetric else torch.arange(12, dtype=torch.uint8).reshape(6, 2)
+    whole = QuantizedTensor(codes, scales, zeros, QuantScheme(4, "group", 2, symmetric))
+    again = QuantizedTensor.join(whole.split([1, 3, 2]))
+    assert torch.equal(again.codes, codes)
+    assert torch.equal(again.scales, scales)
+    assert (again.zeros is None) if zeros is None else torch.equal(again.zeros, zeros)
+    assert again.scheme == whole.scheme

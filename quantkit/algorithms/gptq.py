@@ -48,89 +48,112 @@ class GPTQResult:
     nearest_rows: int
 
 
+@dataclass(frozen=True)
+class Prepared:
+    """A Gram matrix H `[in, in]` made ready, once for all rows of all weights that read the same inputs.
+
+    damped: float32, with `damping` added to the diagonal, which had `added` `[in]` less before. dead: bool `[in]`,
+    inputs that were never active. order: int64 `[in]`, the columns in the order of work. factor: `upper_factor` of the
+    damped H in that order.
+    """
+
+    damped: torch.Tensor
+    damping: float
+    added: torch.Tensor
+    dead: torch.Tensor
+    order: torch.Tensor
+    factor: torch.Tensor
+
+
+def prepare_hessian(hessian: torch.Tensor, *, damp: float = 0.01, act_order: ActOrder = "none") -> Prepared:
+    """What `gptq_quantize` and `coordinate_descent` need of a Gram matrix `[in, in]`.
+
+    damp: fraction of the mean diagonal of the active channels that is added to the diagonal. act_order: "static" takes
+    columns in descending order of H's diagonal. Raises NotPositiveDefinite: the caller decides whether to raise `damp`,
+    and records it. NumericsError: a non-finite Hessian. ValueError: one that is not square, or another order.
+    """
+    damped, damping, dead = damp_hessian(hessian, damp)
+    order = _column_order(damped, act_order)
+    factor = upper_factor(damped[order][:, order])
+    return Prepared(damped, damping, damped.diagonal() - hessian.diagonal(), dead, order, factor)
+
+
 def gptq_quantize(
     weight: torch.Tensor,
-    hessian: torch.Tensor,
+    prepared: Prepared,
     scheme: QuantScheme,
     *,
-    damp: float = 0.01,
     block_size: int = 128,
-    act_order: ActOrder = "none",
     scales: torch.Tensor | None = None,
     zeros: torch.Tensor | None = None,
 ) -> GPTQResult:
-    """Quantise `weight` `[out, in]` for inputs with Gram matrix `hessian` `[in, in]` (Algorithm 1).
+    """Quantise `weight` `[out, in]` for inputs with the Gram matrix `prepared` (Algorithm 1).
 
     scales, zeros `[out, groups]`: as from `search_qparams`; min-max by default. They are fixed beforehand for groups of
-    the original columns ("static groups"), so `act_order="static"`, which takes columns in descending order of H's
-    diagonal, needs no group index: codes come back in the original order. damp: fraction of the mean diagonal of the
-    active channels that is added to the diagonal. block_size changes speed only. A channel with `H[j, j] == 0` keeps
-    its nearest codes. A row that is better rounded to nearest stays so (narrow layers have some; wide ones hardly any):
-    no row, and so no layer, is worse than rounding to nearest on the same scales.
+    the original columns ("static groups"), so another order of columns needs no group index: codes come back in the
+    original one. block_size changes speed only. A channel with `H[j, j] == 0` keeps its nearest codes. A row that is
+    better rounded to nearest stays so (narrow layers have some; wide ones hardly any): no row, and so no layer, is
+    worse than rounding to nearest on the same scales.
 
     Worked example, 2 bits, scale 1 (codes stand for -2 .. 1), H = [[1, .8], [.8, 1]], undamped, one row [0.4, 0.4]:
     nearest is [0, 0], error .576. GPTQ rounds .4 to 0, moves its error into the second column, .4 + .8 * .4 = .72, and
     rounds that to 1: [0, 1], error .4**2 + .6**2 - 2 * .8 * .4 * .6 = .136.
 
-    Raises NotPositiveDefinite: the caller decides whether to raise `damp`, and records it. NumericsError: non-finite
-    weight or Hessian, scale overflow. ValueError: shapes that do not fit.
+    Raises NumericsError: non-finite weight, scale overflow. ValueError: shapes that do not fit.
     """
-    _check_weight(weight)
+    _check_weight(weight, prepared)
     if scales is None:
         scales, zeros = choose_qparams(weight, scheme)
-    damped, damping, dead = damp_hessian(hessian, weight.shape[1], damp)
-    order = _column_order(damped, act_order)
-    factor = upper_factor(damped[order][:, order])
+    order = prepared.order
     nearest = round_to_codes(weight, scales, zeros, scheme)
     columns = weight.float().T[order].contiguous()
     steps = _Steps.of(nearest, order)
     codes = torch.empty_like(nearest.codes.T)
-    codes[order], after = _round_columns(columns, factor, steps, block_size)
+    codes[order], after = _round_columns(columns, prepared.factor, steps, block_size)
     chosen = replace(nearest, codes=codes.T.contiguous())
 
     deltas = [weight.float() - dequantize(tensor) for tensor in (nearest, chosen)]
-    before = row_errors(deltas[0], damped)
+    before = row_errors(deltas[0], prepared.damped)
     # Judged with the damped H. The undamped error is then no larger either: nearest codes have the least added term.
     worse = after >= before * (1 - _SAME)
     chosen.codes[worse] = nearest.codes[worse]
     deltas[1][worse], after[worse] = deltas[0][worse], before[worse]
     # The undamped error: damping is a diagonal, and what it added to each row is cheap to take off again.
-    added = damped.diagonal() - hessian.diagonal()
     error_before, error_after = (
-        (total - (delta.square() * added).sum(1, dtype=torch.float64)).clamp(min=0).sum().item()
+        (total - (delta.square() * prepared.added).sum(1, dtype=torch.float64)).clamp(min=0).sum().item()
         for delta, total in zip(deltas, (before, after), strict=True)
     )
     return GPTQResult(
         tensor=chosen,
         error_before=error_before,
         error_after=error_after,
-        damping=damping,
-        dead_channels=int(dead.sum()),
+        damping=prepared.damping,
+        dead_channels=int(prepared.dead.sum()),
         nearest_rows=int(worse.sum()),
     )
 
 
 def coordinate_descent(
-    weight: torch.Tensor, hessian: torch.Tensor, tensor: QuantizedTensor, *, sweeps: int = 8, damp: float = 0.01
+    weight: torch.Tensor, prepared: Prepared, tensor: QuantizedTensor, *, sweeps: int = 8
 ) -> QuantizedTensor:
     """Improve the codes and scales of `tensor` one at a time until nothing changes, at most `sweeps` times.
 
-    weight `[out, in]`, hessian `[in, in]`; `damp` as for `gptq_quantize`, and it should be the same. Each step solves
-    its one-dimensional problem exactly, with all else fixed, so none raises `tr((W - Q) H (W - Q)^T)` with the damped
-    H: a code becomes the nearest to its optimum `c + (E H)_j / (s H_jj)`, E = W - Q (cyclic coordinate descent as in
-    QuantEase, Behdin et al. 2023); a scale becomes `s + <c, E H> / <c, c H>` over the columns of its
-    group, rounded to its dtype and kept where that is better. Zeros stay.
+    weight `[out, in]`, prepared: as `gptq_quantize` had them. Each step solves its one-dimensional problem exactly,
+    with all else fixed, so none raises `tr((W - Q) H (W - Q)^T)` with the damped H: a code becomes the nearest to its
+    optimum `c + (E H)_j / (s H_jj)`, E = W - Q (cyclic coordinate descent as in QuantEase, Behdin et al. 2023); a scale
+    becomes `s + <c, E H> / <c, c H>` over the columns of its group, rounded to its dtype and kept where that is better.
+    Zeros stay.
 
-    Raises NumericsError for a non-finite weight or Hessian, ValueError where shapes do not fit.
+    Raises NumericsError for a non-finite weight, ValueError where shapes do not fit.
     """
-    _check_weight(weight)
-    damped, _, _ = damp_hessian(hessian, weight.shape[1], damp)
+    _check_weight(weight, prepared)
+    damped = prepared.damped
     steps = _Steps.of(tensor, torch.arange(weight.shape[1], device=weight.device))
     current = (tensor.codes.T - steps.zeros[steps.groups]).contiguous()
     gradient = damped @ (weight.float().T - current * steps.scales[steps.groups])
-    for _ in range(sweeps):
+    for sweep in range(sweeps):
         changed = _descend_codes(current, gradient, damped, steps)
-        changed |= _refit_scales(current, gradient, damped, steps)
+        changed |= _refit_scales(current, gradient, damped, steps, last=sweep == sweeps - 1)
         if not changed:
             break
     codes = (current + steps.zeros[steps.groups]).to(torch.uint8).T.contiguous()
@@ -142,14 +165,14 @@ def row_errors(delta: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     return ((delta @ hessian) * delta).sum(1, dtype=torch.float64)
 
 
-def damp_hessian(hessian: torch.Tensor, columns: int, damp: float) -> tuple[torch.Tensor, float, torch.Tensor]:
+def damp_hessian(hessian: torch.Tensor, damp: float) -> tuple[torch.Tensor, float, torch.Tensor]:
     """H with `damp` times the mean diagonal of its active channels added to the diagonal.
 
     Returns the damped H (float32 copy), what was added, and the mask `[in]` of dead channels (diagonal of zero), which
     are cut off from all others: no error flows into them or out of them.
     """
-    if hessian.shape != (columns, columns):
-        raise ValueError(f"the Hessian must be {columns} x {columns}, not {tuple(hessian.shape)}")
+    if hessian.ndim != 2 or hessian.shape[0] != hessian.shape[1]:
+        raise ValueError(f"the Hessian must be square, not {tuple(hessian.shape)}")
     damped = hessian.to(torch.float32, copy=True)
     diagonal = damped.diagonal()
     if not torch.isfinite(damped).all() or (diagonal < 0).any():
@@ -179,16 +202,15 @@ def upper_factor(hessian: torch.Tensor) -> torch.Tensor:
     of their many small products waits milliseconds for it (1536 wide: 4.65 s on two threads, 0.11 s on one).
     """
     # Read from its last row up, H has the usual lower factor.
-    lower, info = torch.linalg.cholesky_ex(hessian.double().flip(0, 1))
-    upper = lower.flip(0, 1)
+    lower, info = torch.linalg.cholesky_ex(hessian.flip(0, 1).double())
     # The Gram matrix was summed in float32: a pivot of that size is rounding, not information.
     noise = 2 * torch.finfo(torch.float32).eps * hessian.diagonal().double()
-    if info.item() or not (upper.diagonal().square() > noise).all():
+    if info.item() or not (lower.diagonal().flip(0).square() > noise).all():
         raise NotPositiveDefinite(
             "the damped Hessian is not positive definite (too few or repeated calibration tokens for this width)",
             "raise damp, or calibrate with more text",
         )
-    return upper.float()
+    return lower.float().flip(0, 1)
 
 
 @dataclass
@@ -215,7 +237,9 @@ class _Steps:
         return self.scheme.levels - 1
 
 
-def _check_weight(weight: torch.Tensor) -> None:
+def _check_weight(weight: torch.Tensor, prepared: Prepared) -> None:
+    if weight.shape[1] != len(prepared.damped):
+        raise ValueError(f"a weight of {weight.shape[1]} inputs, and a Hessian of {len(prepared.damped)}")
     # NaN would pass every clamp and become an arbitrary code.
     if not torch.isfinite(weight).all():
         raise NumericsError("the weight holds NaN or infinite values", "repair or re-export the checkpoint")
@@ -289,16 +313,22 @@ def _descend_codes(
     return changed
 
 
-def _refit_scales(current: torch.Tensor, gradient: torch.Tensor, hessian: torch.Tensor, steps: _Steps) -> bool:
-    """One sweep over the scales; `steps.scales` and `gradient` change in place."""
+def _refit_scales(
+    current: torch.Tensor, gradient: torch.Tensor, hessian: torch.Tensor, steps: _Steps, *, last: bool
+) -> bool:
+    """One sweep over the scales; `steps.scales` and `gradient` change in place.
+
+    last: nothing reads the gradient any more, and so the part of it that this sweep has read already is left as it was.
+    """
     changed = False
     size = len(current) // len(steps.scales)
     dtype = steps.scheme.torch_scale_dtype
     for group, scale in enumerate(steps.scales):
         part = slice(group * size, (group + 1) * size)
-        image = hessian[:, part] @ current[part]
+        unread = slice(part.start if last else 0, None)
+        image = hessian[unread, part] @ current[part]
         slope = (current[part] * gradient[part]).sum(0)
-        curvature = (current[part] * image[part]).sum(0)
+        curvature = (current[part] * image[part.start - unread.start :][:size]).sum(0)
         if steps.scheme.granularity == "tensor":
             slope, curvature = slope.sum().expand_as(slope), curvature.sum().expand_as(curvature)
         fitted = (scale + slope / curvature).to(dtype).float()
@@ -309,6 +339,6 @@ def _refit_scales(current: torch.Tensor, gradient: torch.Tensor, hessian: torch.
         if better.any():
             gain = torch.where(better, gain, 0.0)
             scale.copy_(torch.where(better, fitted, scale))
-            gradient.addcmul_(image, gain.expand_as(image), value=-1)
+            gradient[unread].addcmul_(image, gain.expand_as(image), value=-1)
             changed = True
     return changed

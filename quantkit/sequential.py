@@ -1,0 +1,145 @@
+"""A block quantised in one forward: all samples wait at each input until the linears that read it are quantised.
+
+What comes later in the block is then calibrated behind its quantised linears, as with `true_sequential` in the code of
+GPTQ's authors (Frantar et al. 2022), and what comes out is what the next block is given. The price is the memory of
+what each sample has computed so far.
+
+    samples    q k v ....... o ....... gate up ..... down ....... out
+       0     -->|           |          |            |              |
+       1     -->| all here  |          |            |              |
+       2     -->| quantise  | quantise | quantise   | quantise     | done
+
+One sample runs at a time, each in a thread of its own, for only a thread can stop in the middle of a model's code.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import nn
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+class OutOfStepError(Exception):
+    """A sample calls the linears of a block otherwise than the first one did: routed experts, a linear used twice."""
+
+
+def reading_order(block: nn.Module, names: Iterable[str], run: Run, sample: torch.Tensor) -> list[tuple[str, ...]]:
+    """The linears `names` that read one tensor together, in the order in which a sample reaches those tensors.
+
+    Empty where the sample does not call each of them once.
+    """
+    names = list(names)
+    calls: list[tuple[str, torch.Tensor]] = []  # the tensors too, so that none takes another's place in memory
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        return lambda _, arguments: calls.append((name, arguments[0]))
+
+    with _Hooks(block, names, watch):
+        run(sample)
+    if sorted(name for name, _ in calls) != sorted(names):
+        return []
+    readers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for name, value in calls:
+        readers.setdefault((value.data_ptr(), tuple(value.shape)), []).append(name)
+    return [tuple(group) for group in readers.values()]
+
+
+def run_in_step(
+    block: nn.Module,
+    order: Sequence[tuple[str, ...]],
+    run: Run,
+    samples: Iterable[torch.Tensor],
+    reached: Callable[[tuple[str, ...], Iterator[torch.Tensor]], None],
+) -> list[torch.Tensor]:
+    """Run `samples` through the block side by side; returns what comes out of each.
+
+    order: from `reading_order`. reached: called once for each group of linears, with what each sample gives them to
+    read; it must take all of that, and may then change their weights: the samples go on with the new ones. Raises
+    OutOfStepError where a sample does not keep to the order; then some linears are changed already.
+    """
+    leader_of = {name: group[0] for group in order for name in group}
+
+    def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
+        def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG001
+            runner = getcurrent()
+            assert isinstance(runner, _Runner)
+            runner.reads(name, leader_of[name], arguments[0])
+
+        return hook
+
+    runners = [_Runner(run, sample) for sample in samples]
+    with _Hooks(block, leader_of, watch):
+        try:
+            for group in order:
+                reached(group, (runner.until(group[0]) for runner in runners))
+            return [runner.finish(len(leader_of)) for runner in runners]
+        finally:
+            for runner in runners:
+                runner.throw()
+
+
+class _Hooks:
+    """What `watch` makes for each linear is called with what it reads, inside a `with`."""
+
+    def __init__(self, block: nn.Module, names: Iterable[str], watch: Callable[[str], Callable[..., None]]) -> None:
+        self._handles = [block.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Runner(greenlet):
+    """One sample on its way: it runs only inside `until` and `finish`, and stands still in between."""
+
+    def __init__(self, run: Run, sample: torch.Tensor) -> None:
+        super().__init__(self._walk)
+        self._run_block, self._sample = run, sample
+        self._called: set[str] = set()
+        # Whoever lets it run may compute in another precision.
+        self._autocast = torch.is_autocast_enabled("cpu")
+
+    def _walk(self) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=self._autocast):
+            return self._run_block(self._sample)
+
+    def until(self, name: str) -> torch.Tensor:
+        """What the linear `name`, which is to be the next, is given."""
+        came = _switch(self)
+        if self.dead or came[0] != name:
+            raise OutOfStepError(name)
+        value: torch.Tensor = came[1]
+        return value
+
+    def finish(self, linears: int) -> torch.Tensor:
+        """What comes out of the block, which has called so many linears."""
+        output: torch.Tensor = _switch(self)
+        if not self.dead or len(self._called) != linears:
+            raise OutOfStepError
+        return output
+
+    def reads(self, name: str, leader: str, value: torch.Tensor) -> None:
+        """Called where a linear is about to read; the first reader of a tensor waits until all are quantised."""
+        first = name == leader
+        if name in self._called or (not first and leader not in self._called):
+            raise OutOfStepError(name)
+        self._called.add(name)
+        if first:
+            assert self.parent is not None
+            _switch(self.parent, (name, value))
+
+
+def _switch(to: greenlet, *given: Any) -> Any:
+    """Go on in another greenlet until it comes back here, where precision and gradients are as they were."""
+    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    try:
+        return to.switch(*given)
+    finally:
+        torch.set_grad_enabled(grad)
+        torch.set_autocast_enabled("cpu", autocast)
