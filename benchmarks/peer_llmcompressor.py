@@ -56,7 +56,7 @@ def main():
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     model.save_pretrained(output, save_compressed=True)
     versions = {name: version(name) for name in ("llmcompressor", "compressed-tensors", "transformers", "torch")}
-    print(json.dumps({"seconds": seconds, "peak_resident_bytes": peak, "versions": versions}))
+    print(json.dumps({"oneshot_seconds": seconds, "peak_resident_bytes": peak, "versions": versions}))
 
 
 if __name__ == "__main__":
