@@ -133,7 +133,12 @@ class _Sums:
     def _flush(self) -> None:
         """Add the waiting rows to the sums; of their products only tiles on and above the diagonal."""
         rows = self._waiting[: self._filled]
-        magnitude = rows.abs()
+        # The block may run in bfloat16; its statistics do not.
+        with torch.autocast("cpu", enabled=False):
+            for start in range(0, rows.shape[1], _TILE):
+                end = start + _TILE
+                self._gram[start:end, start:] += rows[:, start:end].T @ rows[:, start:]
+        magnitude = rows.abs_()  # they are not read again
         largest = magnitude.amax(0)
         # Sums of squares must fit: NaN, infinity and overflow all fail this.
         if not torch.isfinite(largest.square() * _PRODUCT_ROWS).all():
@@ -143,11 +148,6 @@ class _Sums:
             )
         self._absmax = torch.maximum(self._absmax, largest)
         self._abs_sum += magnitude.sum(0)
-        # The block may run in bfloat16; its statistics do not.
-        with torch.autocast("cpu", enabled=False):
-            for start in range(0, rows.shape[1], _TILE):
-                end = start + _TILE
-                self._gram[start:end, start:] += rows[:, start:end].T @ rows[:, start:]
         self._tokens += self._filled
         self._filled = 0
 

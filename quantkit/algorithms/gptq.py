@@ -25,6 +25,8 @@ ActOrder = Literal["none", "static"]
 _SAME = 1e-5
 # Columns that pass their changes on one at a time; to all others they go as one product.
 _INNER_COLUMNS = 32
+# Columns of a symmetric matrix that are multiplied at once: few, to read little of its other half.
+_ERROR_COLUMNS = 128
 
 
 class NotPositiveDefinite(NumericsError):  # noqa: N818 - as Interrupted: what happened, not "error"
@@ -161,8 +163,18 @@ def coordinate_descent(
 
 
 def row_errors(delta: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
-    """`diag(D H D^T)` for D `[out, in]` and H `[in, in]`: the squared output error of each row, float64 `[out]`."""
-    return ((delta @ hessian) * delta).sum(1, dtype=torch.float64)
+    """`diag(D H D^T)` for D `[out, in]` and H `[in, in]`: the squared output error of each row, float64 `[out]`.
+
+    H is symmetric: what stands above its diagonal blocks counts twice, what stands below is not read.
+    """
+    total = torch.zeros(len(delta), dtype=torch.float64, device=delta.device)
+    for start in range(0, len(hessian), _ERROR_COLUMNS):
+        columns = slice(start, start + _ERROR_COLUMNS)
+        part = delta[:, columns]
+        image = part @ hessian[columns, columns]
+        image.addmm_(delta[:, :start], hessian[:start, columns], alpha=2)
+        total += image.mul_(part).sum(1, dtype=torch.float64)
+    return total
 
 
 def damp_hessian(hessian: torch.Tensor, damp: float) -> tuple[torch.Tensor, float, torch.Tensor]:
