@@ -120,8 +120,10 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
             passed = chosen is not None
             if chosen is None:
                 with reduced(block):
-                    _statistics(work, run, hidden)
+                    statistics = _statistics(work, run, hidden)
                     refining.advance(index)
+                for part, stats in statistics.items():
+                    work.calibrate(part, stats)
                 folding.run(work, run, sample)
                 chosen = _quantise(plan, work, local)
                 with reduced():
@@ -188,12 +190,12 @@ def _read_back(block: nn.Module, name: str, layers: dict[str, Quantised], sink: 
             parameter.copy_(sink.writer.read(entry.name))
 
 
-def _statistics(work: _Block, run: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor) -> None:
+def _statistics(
+    work: _Block, run: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+) -> dict[str, CalibrationStats]:
     with _naming(work.name):
         shared = collect(work.module, work.layers, run, batches(hidden))
-    for found in shared:
-        for part in found.names:
-            work.calibrate(part, found.stats)
+    return {part: found.stats for found in shared for part in found.names}
 
 
 def _held_bytes(hidden: torch.Tensor, layers: dict[str, Quantised]) -> int:

@@ -9,8 +9,8 @@ what each sample has computed so far.
        1     -->| all here  |          |            |              |
        2     -->| quantise  | quantise | quantise   | quantise     | done
 
-One sample runs at a time, each in a greenlet: a stack of its own, which can stop in the middle of a model's code. Threads
-could too, but each would have workers and memory of its own for tensor operations.
+One sample runs at a time, each in a greenlet: a stack of its own, which can stop in the middle of a model's code.
+Threads could too, but each would have workers and memory of its own for tensor operations.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -320,3 +320,16 @@ def test_rows_quantised_in_pieces_lose_what_all_rows_at_once_lose(
         assert one.output_error is not None
         assert other.output_error is not None
         assert other.output_error.after == pytest.approx(one.output_error.after, rel=0.02)
+
+
+@pytest.mark.parametrize("recipe", ["gptq-g64", "awq-gptq-g64", "awq-gptq-signround-g64"])
+def test_errors_are_measured_in_float32_where_a_block_runs_in_bfloat16(
+    recipe: str, zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, reduced = blockwise._squared, []
+    monkeypatch.setattr(
+        blockwise, "_squared", lambda *given: reduced.append(torch.is_autocast_enabled("cpu")) or real(*given)
+    )
+    _convert(zoo("llama"), tmp_path / "a", recipe, ["calibration.dtype=bfloat16"])
+    assert len(reduced) > 14
+    assert not any(reduced)
