@@ -216,7 +216,8 @@ def _quantise_in_step(
     None, with block and hidden states as they were, where samples call its linears in different ways.
     """
     rounded = _rounded_inputs(work.module, work.layers, plan.recipe.activations is not None)
-    order = reading_order(work.module, work.layers, run, hidden[:1, :_PROOF_TOKENS])
+    sample = hidden[:1, :_PROOF_TOKENS].clone()
+    order = reading_order(work.module, work.layers, run, sample)
     if not order:
         return None
     chosen: dict[str, Chosen] = {}
@@ -235,7 +236,7 @@ def _quantise_in_step(
 
     try:
         with reduced(), rounded:
-            outputs = run_in_step(work.module, order, run, batches(hidden), reached)
+            outputs = run_in_step(work.module, order, run, batches(hidden), reached, sample)
     except OutOfStepError:
         for part, weight in work.exact.items():
             work.replace(part, weight)

@@ -14,6 +14,7 @@ Threads could too, but each would have workers and memory of its own for tensor 
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 class OutOfStepError(Exception):
-    """A sample calls the linears of a block otherwise than the first one did: routed experts, a linear used twice."""
+    """Samples cannot wait for each other here: they call linears in different ways, or disturb one another."""
 
 
 def reading_order(block: nn.Module, names: Iterable[str], run: Run, sample: torch.Tensor) -> list[tuple[str, ...]]:
@@ -54,39 +55,52 @@ def run_in_step(
     run: Run,
     samples: Iterable[torch.Tensor],
     reached: Callable[[tuple[str, ...], Iterator[torch.Tensor]], None],
+    witness: torch.Tensor,
 ) -> list[torch.Tensor]:
     """Run `samples` through the block side by side; returns what comes out of each.
 
     order: from `reading_order`. reached: called once for each group of linears, with what each sample gives them to
-    read; it must take all of that, and may then change their weights: the samples go on with the new ones. Raises
-    OutOfStepError where a sample does not keep to the order; then some linears are changed already.
+    read; it must take all of that, and may then change their weights: the samples go on with the new ones. witness: a
+    short sample that goes along unseen. Raises OutOfStepError where a sample does not keep to the order or fails on the
+    way, and where the witness comes out otherwise than alone, as in a block that keeps something between its steps.
+    Some linears are changed then.
     """
     leader_of = {name: group[0] for group in order for name in group}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG001
             runner = getcurrent()
-            assert isinstance(runner, _Runner)
+            if not isinstance(runner, _Runner):  # a thread of the model's own
+                raise OutOfStepError(name)
             runner.reads(name, leader_of[name], arguments[0])
 
         return hook
 
-    runners = [_Runner(run, sample) for sample in samples]
+    first, *runners = [_Runner(run, sample) for sample in (witness, *samples)]
     with _Hooks(block, leader_of, watch):
         try:
             for group in order:
+                first.until(group[0])
                 reached(group, (runner.until(group[0]) for runner in runners))
-            return [runner.finish(len(leader_of)) for runner in runners]
+            outputs = [runner.finish(len(leader_of)) for runner in runners]
+            among = first.finish(len(leader_of))
         finally:
-            for runner in runners:
-                runner.throw()
+            for runner in (first, *runners):
+                with suppress(Exception):  # of a model that does more than to end
+                    runner.throw()
+    if not torch.equal(among, run(witness)):
+        raise OutOfStepError
+    return outputs
 
 
 class _Hooks:
     """What `watch` makes for each linear is called with what it reads, inside a `with`."""
 
     def __init__(self, block: nn.Module, names: Iterable[str], watch: Callable[[str], Callable[..., None]]) -> None:
-        self._handles = [block.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
+        # Before all others: those may hand each linear a tensor of its own.
+        self._handles = [
+            block.get_submodule(name).register_forward_pre_hook(watch(name), prepend=True) for name in names
+        ]
 
     def __enter__(self) -> None:
         pass
@@ -102,18 +116,24 @@ class _Runner(greenlet):
     def __init__(self, run: Run, sample: torch.Tensor) -> None:
         super().__init__(self._walk)
         self._run_block, self._sample = run, sample
+        # By leader that was called, what it read, and how often that had been written to.
+        self._read: dict[str, tuple[torch.Tensor, int]] = {}
         self._called: set[str] = set()
+        self._broken = False  # a model may catch what it is told so
         # Whoever lets it run may compute in another precision.
         self._autocast = torch.is_autocast_enabled("cpu")
 
     def _walk(self) -> torch.Tensor:
         with torch.autocast("cpu", enabled=self._autocast):
-            return self._run_block(self._sample)
+            try:
+                return self._run_block(self._sample)
+            except Exception as error:  # if it is not the stopping that does it, two forwards will say so again
+                raise OutOfStepError from error
 
     def until(self, name: str) -> torch.Tensor:
         """What the linear `name`, which is to be the next, is given."""
         came = _switch(self)
-        if self.dead or came[0] != name:
+        if self._broken or self.dead or came[0] != name:
             raise OutOfStepError(name)
         value: torch.Tensor = came[1]
         return value
@@ -121,26 +141,36 @@ class _Runner(greenlet):
     def finish(self, linears: int) -> torch.Tensor:
         """What comes out of the block, which has called so many linears."""
         output: torch.Tensor = _switch(self)
-        if not self.dead or len(self._called) != linears:
+        if self._broken or not self.dead or len(self._called) != linears:
             raise OutOfStepError
         return output
 
     def reads(self, name: str, leader: str, value: torch.Tensor) -> None:
         """Called where a linear is about to read; the first reader of a tensor waits until all are quantised."""
         first = name == leader
-        if name in self._called or (not first and leader not in self._called):
+        if name in self._called or not (first or self._same(leader, value)) or torch.is_inference_mode_enabled():
+            self._broken = True
             raise OutOfStepError(name)
         self._called.add(name)
         if first:
+            self._read[name] = value, value._version
             assert self.parent is not None
             _switch(self.parent, (name, value))
+
+    def _same(self, leader: str, value: torch.Tensor) -> bool:
+        """Whether `value` is what the leader of a group has read, and holds what it held then."""
+        read, version = self._read.get(leader, (None, 0))
+        return read is not None and (read.data_ptr(), read.shape, version) == (
+            value.data_ptr(), value.shape, value._version
+        )  # fmt: skip
 
 
 def _switch(to: greenlet, *given: Any) -> Any:
     """Go on in another greenlet until it comes back here, where precision and gradients are as they were."""
-    grad, autocast = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
+    grad, autocast, dtype = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
     try:
         return to.switch(*given)
     finally:
         torch.set_grad_enabled(grad)
         torch.set_autocast_enabled("cpu", autocast)
+        torch.set_autocast_dtype("cpu", dtype)

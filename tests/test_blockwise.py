@@ -268,14 +268,14 @@ def test_samples_that_break_step_leave_the_bytes_of_two_forwards(
 ) -> None:
     broken: list[int] = []
 
-    def breaks(block: nn.Module, order: Any, run: Any, samples: Any, reached: Any) -> None:
+    def breaks(block: nn.Module, order: Any, run: Any, samples: Any, reached: Any, witness: Any) -> None:
         def some(parts: tuple[str, ...], inputs: Any) -> None:
             reached(parts, inputs)
             if parts == order[1]:
                 broken.append(1)
                 raise OutOfStepError
 
-        run_in_step(block, order, run, samples, some)
+        run_in_step(block, order, run, samples, some, witness)
 
     one = _convert(zoo("llama"), tmp_path / "one", "gptq-g64")
     with monkeypatch.context() as patched:

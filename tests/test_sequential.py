@@ -1,6 +1,8 @@
 """One forward that stops at every input: the order, what samples read behind changed linears, and what breaks step."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 import torch
@@ -63,7 +65,7 @@ def test_a_linear_that_is_called_twice_or_never_has_no_order(block: _Block, samp
 
 def test_nothing_changed_gives_what_single_runs_give(block: _Block, samples: list[torch.Tensor]) -> None:
     order = reading_order(block, NAMES, block, samples[0])
-    outputs = run_in_step(block, order, block, samples, _take)
+    outputs = run_in_step(block, order, block, samples, _take, samples[0])
     assert all(torch.equal(found, block(sample)) for found, sample in zip(outputs, samples, strict=True))
     assert _hooks(block) == 0
 
@@ -77,7 +79,7 @@ def test_all_samples_go_on_behind_changed_linears(block: _Block, samples: list[t
         for part in parts:
             block.get_submodule(part).weight.mul_(0.5)
 
-    outputs = run_in_step(block, order, block, samples, reached)
+    outputs = run_in_step(block, order, block, samples, reached, samples[0])
     assert list(seen) == order
     # The weights are all changed now: a run of the changed block reads the same everywhere.
     for n, sample in enumerate(samples):
@@ -93,11 +95,11 @@ def test_a_sample_that_goes_another_way_is_out_of_step(block: _Block, samples: l
     samples = [samples[0].abs(), -samples[1].abs()]
     order = reading_order(block, NAMES, block, samples[0])
     with pytest.raises(OutOfStepError):
-        run_in_step(block, order, block, samples, _take)
+        run_in_step(block, order, block, samples, _take, samples[0])
     with pytest.raises(OutOfStepError):  # one that comes back to where all have been
-        run_in_step(block, order, lambda value: block(block(value)), samples[:1], _take)
+        run_in_step(block, order, lambda value: block(block(value)), samples[:1], _take, samples[0])
     with pytest.raises(OutOfStepError):  # one that reads in another order
-        run_in_step(block, order[::-1], block, samples[:1], _take)
+        run_in_step(block, order[::-1], block, samples[:1], _take, samples[0])
     assert _hooks(block) == 0
 
 
@@ -117,15 +119,65 @@ def test_an_error_at_a_stop_ends_all_samples(block: _Block, samples: list[torch.
             raise NumericsError("no", "none")
 
     with pytest.raises(NumericsError):
-        run_in_step(block, order, run, samples, reached)
-    assert len(ended) == len(samples)
+        run_in_step(block, order, run, samples, reached, samples[0])
+    assert len(ended) == len(samples) + 1  # and the witness
     assert _hooks(block) == 0
 
 
-def test_an_error_inside_the_block_reaches_the_caller(block: _Block, samples: list[torch.Tensor]) -> None:
+def test_an_error_inside_the_block_is_left_to_two_forwards(block: _Block, samples: list[torch.Tensor]) -> None:
     order = reading_order(block, NAMES, block, samples[0])
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        run_in_step(block, order, block, [samples[0], samples[1][..., :4]], _take)
+    with pytest.raises(OutOfStepError) as raised:
+        run_in_step(block, order, block, [samples[0], samples[1][..., :4]], _take, samples[0])
+    assert "shapes cannot be multiplied" in str(raised.value.__cause__)
+
+
+class _Odd(_Block):
+    """A block that does what stopped samples do not bear."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.way == "keeps":
+            self.kept = hidden
+        if self.way == "threads":
+            with ThreadPoolExecutor(1) as pool:
+                return pool.submit(super().forward, hidden).result()
+        value = hidden * 2
+        query = self.q(value)
+        if self.way == "writes between readers":
+            value.mul_(3)
+        other = hidden if self.way == "reads another tensor" and len(hidden) > 1 else value
+        mixed = torch.tanh(query) * self.k(other)
+        if self.way == "reads a weight first":
+            mixed = mixed + self.o.weight.sum()
+        made = self.o(mixed)
+        if self.way == "catches" and len(hidden) > 1:
+            with suppress(Exception):
+                made = self.o(made)
+        return (self.kept if self.way == "keeps" else hidden) + self.down(torch.relu(made))
+
+
+@pytest.mark.parametrize(
+    "way",
+    ["keeps", "threads", "writes between readers", "reads another tensor", "reads a weight first", "catches"],
+)
+def test_a_block_that_does_not_bear_stops_is_out_of_step(way: str, samples: list[torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    block = _Odd(way).requires_grad_(False)
+    witness = samples[0][:1, :3]
+
+    def reached(parts: tuple[str, ...], inputs: Iterator[torch.Tensor]) -> None:
+        list(inputs)
+        for part in parts:
+            block.get_submodule(part).weight.mul_(0.5)
+
+    order = reading_order(block, NAMES, block, witness)
+    assert order == [("q", "k"), ("o",), ("down",)]
+    with pytest.raises(OutOfStepError):
+        run_in_step(block, order, block, samples, reached, witness)
+    assert _hooks(block) == 0
 
 
 def test_each_sample_keeps_its_precision_and_gradients_and_the_caller_its_own(
@@ -149,7 +201,7 @@ def test_each_sample_keeps_its_precision_and_gradients_and_the_caller_its_own(
 
     order = [("q",), ("k",), *order[1:]]
     with torch.autocast("cpu", torch.bfloat16):
-        outputs = run_in_step(block, order, run, samples, reached)
+        outputs = run_in_step(block, order, run, samples, reached, samples[0])
         assert torch.is_autocast_enabled("cpu")
-    assert states == [(True, True)] * len(samples)
+    assert states == [(True, True)] * (len(samples) + 2)  # and the witness, here and alone
     assert all(output.dtype == torch.bfloat16 for output in outputs)
