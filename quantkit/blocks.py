@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quantkit.checkpoint import Checkpoint, quiet_transformers
 from quantkit.errors import CheckpointError
+from quantkit.hooks import hooked
 from quantkit.limits import bounded_modules, refuse_absurd_sizes
 
 # Codes of 2 bits, and tied parameters twice.
@@ -175,16 +176,13 @@ def shared_inputs(model: nn.Module, linears: dict[str, nn.Linear]) -> tuple[list
 
         return hook
 
-    handles = [module.register_forward_pre_hook(watch(name)) for name, module in linears.items()]
     reason = None
+    hooks = hooked(module.register_forward_pre_hook(watch(name)) for name, module in linears.items())
     try:
-        with torch.no_grad():
+        with hooks, torch.no_grad():
             # A ready 4-D mask is used as it is; building one would read values, which meta tensors do not have.
             mask = torch.zeros(1, 1, 4, 4, dtype=torch.bool, device="meta")
             model(input_ids=torch.zeros(1, 4, dtype=torch.long, device="meta"), attention_mask=mask, use_cache=False)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    finally:
-        for handle in handles:
-            handle.remove()
     return [names for names in seen.values() if len(names) > 1], reason

@@ -22,6 +22,7 @@ from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.algorithms.smoothquant import fake_quantize_tokens
 from quantkit.errors import NumericsError
 from quantkit.fold import TOLERANCE, apply_fold, check_closure, discover_fold_sites
+from quantkit.hooks import hooked
 from quantkit.journal import generator_state, set_generator
 from quantkit.live import LiveModel, batches
 from quantkit.manifest import FallbackRecord, FoldRecord, OutputError
@@ -495,12 +496,8 @@ def _rounded_inputs(block: nn.Module, layers: Iterable[str], active: bool) -> It
         return fake_quantize_tokens(value.reshape(-1, value.shape[-1])).reshape(value.shape)
 
     modules = [block.get_submodule(part) for part in layers] if active else []
-    handles = [module.register_forward_pre_hook(hook) for module in modules]
-    try:
+    with hooked(module.register_forward_pre_hook(hook) for module in modules):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from quantkit.hooks import hooked
 from quantkit.stats import linears_of
 from quantkit.types import FoldSite
 
@@ -103,11 +104,8 @@ class _Trace:
         self.norm_inputs: dict[str, torch.Tensor] = {}
         handles = [m.register_forward_hook(self._linear(n)) for n, m in linears_of(block).items()]
         handles += [m.register_forward_hook(self._norm(n)) for n, m in _norms_of(block).items()]
-        try:
+        with hooked(handles):
             run(sample)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _linear(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ARG001
@@ -257,12 +255,8 @@ def _inputs(block: nn.Module, run: Run, sample: torch.Tensor, names: list[str]) 
 
         return hook
 
-    handles = [block.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names]
-    try:
+    with hooked(block.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names):
         run(sample)
-    finally:
-        for handle in handles:
-            handle.remove()
     return found
 
 

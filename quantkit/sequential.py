@@ -21,6 +21,8 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
+from quantkit.hooks import hooked, place_of
+
 Run = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -39,13 +41,13 @@ def reading_order(block: nn.Module, names: Iterable[str], run: Run, sample: torc
     def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         return lambda _, arguments: calls.append((name, arguments[0]))
 
-    with _Hooks(block, names, watch):
+    with hooked(block.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names):
         run(sample)
     if sorted(name for name, _ in calls) != sorted(names):
         return []
-    readers: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    readers: dict[tuple[int, torch.Size], list[str]] = {}
     for name, value in calls:
-        readers.setdefault((value.data_ptr(), tuple(value.shape)), []).append(name)
+        readers.setdefault(place_of(value), []).append(name)
     return [tuple(group) for group in readers.values()]
 
 
@@ -77,7 +79,8 @@ def run_in_step(
         return hook
 
     first, *runners = [_Runner(run, sample) for sample in (witness, *samples)]
-    with _Hooks(block, leader_of, watch):
+    # Before all other hooks: those may hand each linear a tensor of its own.
+    with hooked(block.get_submodule(n).register_forward_pre_hook(watch(n), prepend=True) for n in leader_of):
         try:
             for group in order:
                 first.until(group[0])
@@ -91,23 +94,6 @@ def run_in_step(
     if not torch.equal(among, run(witness)):
         raise OutOfStepError
     return outputs
-
-
-class _Hooks:
-    """What `watch` makes for each linear is called with what it reads, inside a `with`."""
-
-    def __init__(self, block: nn.Module, names: Iterable[str], watch: Callable[[str], Callable[..., None]]) -> None:
-        # Before all others: those may hand each linear a tensor of its own.
-        self._handles = [
-            block.get_submodule(name).register_forward_pre_hook(watch(name), prepend=True) for name in names
-        ]
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
 
 
 class _Runner(greenlet):
@@ -160,9 +146,7 @@ class _Runner(greenlet):
     def _same(self, leader: str, value: torch.Tensor) -> bool:
         """Whether `value` is what the leader of a group has read, and holds what it held then."""
         read, version = self._read.get(leader, (None, 0))
-        return read is not None and (read.data_ptr(), read.shape, version) == (
-            value.data_ptr(), value.shape, value._version
-        )  # fmt: skip
+        return read is not None and (place_of(read), version) == (place_of(value), value._version)
 
 
 def _switch(to: greenlet, *given: Any) -> Any:

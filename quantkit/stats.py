@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from quantkit.errors import NumericsError
+from quantkit.hooks import hooked, place_of
 from quantkit.types import CalibrationStats
 
 # Inputs kept as they were, a layer: enough for a search over alphas, small beside the Gram matrix.
@@ -47,7 +48,7 @@ def collect(
     leader_of: dict[str, str] = {}
     sums: dict[str, _Sums] = {}
     # Of one run: which linear read a tensor first, and the tensors, so that none takes another's place in memory.
-    seen: dict[tuple[int, tuple[int, ...]], str] = {}
+    seen: dict[tuple[int, torch.Size], str] = {}
     alive: list[torch.Tensor] = []
     # The calls of one run; whether a run before called every linear, each once, so that none comes after the last.
     calls: list[str] = []
@@ -58,28 +59,24 @@ def collect(
             value = arguments[0]
             if len(leader_of) < len(modules):  # an expert may be reached by a later sample only
                 alive.append(value)
-                first = seen.setdefault((value.data_ptr(), tuple(value.shape)), name)
+                first = seen.setdefault(place_of(value), name)
                 if leader_of.setdefault(name, leader_of.get(first, first)) == name and name not in sums:
                     sums[name] = _Sums(name, value.shape[-1])
             if leader_of[name] == name:
-                sums[name].add(value.reshape(-1, value.shape[-1]))
+                sums[name].add(value)
             calls.append(name)
             if simple and len(calls) == len(modules):
                 raise _AllRead
 
         return hook
 
-    handles = [module.register_forward_pre_hook(watch(name)) for name, module in modules.items()]
-    try:
+    with hooked(module.register_forward_pre_hook(watch(name)) for name, module in modules.items()):
         for sample in samples:
             with suppress(_AllRead):
                 run(sample)
             simple = sorted(calls) == sorted(modules)
             for record in (seen, alive, calls):
                 record.clear()
-    finally:
-        for handle in handles:
-            handle.remove()
     return [SharedInput(tuple(n for n in leader_of if leader_of[n] == name), sums[name].result()) for name in sums]
 
 
@@ -89,7 +86,7 @@ def summed(name: str, inputs: Iterable[torch.Tensor]) -> CalibrationStats:
     for value in inputs:
         if sums is None:
             sums = _Sums(name, value.shape[-1])
-        sums.add(value.reshape(-1, value.shape[-1]))
+        sums.add(value)
     if sums is None:
         raise ValueError(f"no input of {name}")
     return sums.result()
@@ -119,7 +116,8 @@ class _Sums:
         self._waiting = torch.empty(_PRODUCT_ROWS, width)
         self._filled = 0
 
-    def add(self, rows: torch.Tensor) -> None:
+    def add(self, value: torch.Tensor) -> None:
+        rows = value.reshape(-1, value.shape[-1])
         missing = _KEPT_TOKENS - sum(len(part) for part in self._kept)
         if missing > 0:
             # A spread of positions, not the first ones: those are unlike all others.

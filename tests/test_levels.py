@@ -12,8 +12,8 @@ ROOT = Path(quantkit.__file__).parent
 
 # Lowest first. Modules of one row do not import each other. A new module goes into the first row above its imports.
 LEVELS: list[list[str]] = [
-    ["errors", "types", "canonical", "data", "files", "spill", "figures", "sequential"],
-    ["schema", "affine", "bitpack", "seals", "limits"],
+    ["errors", "types", "canonical", "data", "files", "spill", "figures", "hooks"],
+    ["schema", "affine", "bitpack", "seals", "limits", "sequential"],
     # algorithms: tensors in, tensors out. rtn, search and smoothquant stand alone; gptq uses search; awq uses both.
     ["algorithms.rtn", "algorithms.search", "algorithms.smoothquant"],
     ["algorithms.gptq", "algorithms.reconstruct"],
