@@ -1,7 +1,7 @@
 """The calibrated loop: for each block, load it, gather statistics, fold, quantise, write, read back, run on.
 
 Memory is one block, its Gram matrices and the hidden states. Later blocks see the outputs of the quantised ones before
-them, read back from their packed tensors.
+them, computed from the numbers that their packed tensors hold. A quantiser alone takes one forward (sequential.py).
 """
 
 import os
@@ -143,8 +143,7 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
 def _reduced(block: nn.Module | None = None, *, wanted: bool) -> Iterator[None]:
     """Products in bfloat16 where `wanted`, all else in float32; fold sites are proved outside, in float32 throughout.
 
-    block: one whose weights stay as they are meanwhile. They are cast once, where autocast alone would cast them again
-    for each batch.
+    block: one whose weights are cast once, and again where they change; autocast alone would cast them for each batch.
     """
     linears = [] if block is None or not wanted else linears_of(block).values()
     plain = [module for module in linears if type(module) is nn.Linear]

@@ -67,26 +67,26 @@ def run_in_step(
     way, and where the witness comes out otherwise than alone, as in a block that keeps something between its steps.
     Some linears are changed then.
     """
-    leader_of = {name: group[0] for group in order for name in group}
+    group_of = {name: group for group in order for name in group}
 
     def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG001
             runner = getcurrent()
             if not isinstance(runner, _Runner):  # a thread of the model's own
                 raise OutOfStepError(name)
-            runner.reads(name, leader_of[name], arguments[0])
+            runner.reads(name, group_of[name], arguments[0])
 
         return hook
 
     first, *runners = [_Runner(run, sample) for sample in (witness, *samples)]
     # Before all other hooks: those may hand each linear a tensor of its own.
-    with hooked(block.get_submodule(n).register_forward_pre_hook(watch(n), prepend=True) for n in leader_of):
+    with hooked(block.get_submodule(n).register_forward_pre_hook(watch(n), prepend=True) for n in group_of):
         try:
             for group in order:
                 first.until(group[0])
                 reached(group, (runner.until(group[0]) for runner in runners))
-            outputs = [runner.finish(len(leader_of)) for runner in runners]
-            among = first.finish(len(leader_of))
+            outputs = [runner.finish(len(group_of)) for runner in runners]
+            among = first.finish(len(group_of))
         finally:
             for runner in (first, *runners):
                 with suppress(Exception):  # of a model that does more than to end
@@ -102,7 +102,7 @@ class _Runner(greenlet):
     def __init__(self, run: Run, sample: torch.Tensor) -> None:
         super().__init__(self._walk)
         self._run_block, self._sample = run, sample
-        # By leader that was called, what it read, and how often that had been written to.
+        # By leader, what it read and how often that had been written to, until the last of its group has read it too.
         self._read: dict[str, tuple[torch.Tensor, int]] = {}
         self._called: set[str] = set()
         self._broken = False  # a model may catch what it is told so
@@ -131,15 +131,19 @@ class _Runner(greenlet):
             raise OutOfStepError
         return output
 
-    def reads(self, name: str, leader: str, value: torch.Tensor) -> None:
-        """Called where a linear is about to read; the first reader of a tensor waits until all are quantised."""
+    def reads(self, name: str, group: tuple[str, ...], value: torch.Tensor) -> None:
+        """Called where a linear is about to read; the first of a group waits until all of it are quantised."""
+        leader = group[0]
         first = name == leader
         if name in self._called or not (first or self._same(leader, value)) or torch.is_inference_mode_enabled():
             self._broken = True
             raise OutOfStepError(name)
         self._called.add(name)
         if first:
-            self._read[name] = value, value._version
+            self._read[leader] = value, value._version
+        if self._called.issuperset(group):
+            del self._read[leader]
+        if first:
             assert self.parent is not None
             _switch(self.parent, (name, value))
 
