@@ -4,7 +4,9 @@
     python benchmarks/peers.py --only gptq         the pairs whose label holds a word
     python benchmarks/peers.py --peer-python PATH  an environment that has llmcompressor already
 
-Each tool runs in its own environment, in a process of its own, one after the other, timed from start to saved files.
+Each tool runs in its own environment, in a process of its own, one after the other, timed from start to saved files:
+quantkit before the peer and once more behind it, because a short run falls wholly into a slow minute of a shared
+machine where a long one does not. Its seconds are the mean of both.
 The peer is handed tokens and quantkit the text; how much of the peer's time its `oneshot` call took, without starting,
 loading and saving, stands beside it. Both are scored beside the float32 base on the windows of quality.py, decoded from
 the files that the tools wrote.
@@ -111,18 +113,15 @@ def measure(pairs: list[Pair], peer_python: Path, count: int) -> dict[str, Any]:
         folder = Path(name)
         (folder / "tokens.json").write_text(json.dumps(ids.tolist()))
         for pair in pairs:
-            theirs, ours = folder / pair.peer, folder / pair.ours
+            theirs, ours, again = (folder / part for part in (pair.peer, pair.ours, f"{pair.ours}-again"))
             command = [peer_python, WORKER, checkpoint.directory, folder / "tokens.json", pair.peer, theirs]
+            before = run([*converting(pair, checkpoint.directory), "--output", ours])[1]
             printed, cost = run(command)
+            after = run([*converting(pair, checkpoint.directory), "--output", again])[1]
             costs[f"{pair.label}, llm-compressor"] = cost | json.loads(printed.splitlines()[-1])
-            say(f"{pair.label}: llm-compressor took {cost['seconds']['cpu']} CPU s")
-            settings = (f"calibration.samples={SAMPLES}", f"calibration.sequence_length={LENGTH}")
-            command = [Path(sys.executable).with_name("quantkit"), "convert", checkpoint.directory]
-            command += ["--recipe", pair.ours, "--output", ours]
-            if load_recipe(pair.ours).calibrated:
-                command += ["--calib", "encyclopaedia", *(part for s in settings for part in ("--set", s))]
-            costs[f"{pair.label}, quantkit"] = run(command)[1]
-            say(f"{pair.label}: quantkit took {costs[f'{pair.label}, quantkit']['seconds']['cpu']} CPU s")
+            costs[f"{pair.label}, quantkit"] = before | {"seconds": mean([before["seconds"], after["seconds"]])}
+            say(f"{pair.label}: CPU s of quantkit, llm-compressor, and quantkit again:")
+            say(", ".join(str(one["seconds"]["cpu"]) for one in (before, cost, after)))
             models[f"{pair.label}, llm-compressor"] = decoded(theirs)
             models[f"{pair.label}, quantkit"] = load_artifact(ours, dtype=torch.float32)
         base = base_logits(checkpoint)
@@ -136,6 +135,20 @@ def measure(pairs: list[Pair], peer_python: Path, count: int) -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "rows": [{"label": label, **cost, **figures(scores[label])} for label, cost in costs.items()],
     }
+
+
+def converting(pair: Pair, source: Path) -> list[Any]:
+    """The command of ours, without its output."""
+    command = [Path(sys.executable).with_name("quantkit"), "convert", source, "--recipe", pair.ours]
+    if load_recipe(pair.ours).calibrated:
+        command += ["--calib", "encyclopaedia", "--set", f"calibration.samples={SAMPLES}"]
+        command += ["--set", f"calibration.sequence_length={LENGTH}"]
+    return command
+
+
+def mean(runs: list[dict[str, float]]) -> dict[str, float]:
+    """Of seconds by kind."""
+    return {kind: round(sum(one[kind] for one in runs) / len(runs), 1) for kind in runs[0]}
 
 
 def run(command: list[Any]) -> tuple[str, dict[str, Any]]:
