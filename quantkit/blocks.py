@@ -6,8 +6,8 @@ Nothing here knows a model by name. Blocks are the repeated modules that hold mo
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from accelerate import init_empty_weights
@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from quantkit.checkpoint import Checkpoint, quiet_transformers
 from quantkit.errors import CheckpointError
-from quantkit.hooks import hooked
+from quantkit.hooks import hooked, on_read
 from quantkit.limits import bounded_modules, refuse_absurd_sizes
 
 # Codes of 2 bits, and tied parameters twice.
@@ -169,15 +169,12 @@ def shared_inputs(model: nn.Module, linears: dict[str, nn.Linear]) -> tuple[list
     seen: dict[tuple[str, int], list[str]] = defaultdict(list)
     alive = []  # keeps the ids from being used again
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG001
-            alive.append(arguments[0])
-            seen[name.rpartition(".")[0], id(arguments[0])].append(name)
-
-        return hook
+    def watch(name: str, value: torch.Tensor) -> None:
+        alive.append(value)
+        seen[name.rpartition(".")[0], id(value)].append(name)
 
     reason = None
-    hooks = hooked(module.register_forward_pre_hook(watch(name)) for name, module in linears.items())
+    hooks = hooked(on_read(module, partial(watch, name)) for name, module in linears.items())
     try:
         with hooks, torch.no_grad():
             # A ready 4-D mask is used as it is; building one would read values, which meta tensors do not have.

@@ -22,7 +22,7 @@ from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.algorithms.smoothquant import fake_quantize_tokens
 from quantkit.errors import NumericsError
 from quantkit.fold import TOLERANCE, apply_fold, check_closure, discover_fold_sites
-from quantkit.hooks import hooked
+from quantkit.hooks import hooked, on_read
 from quantkit.journal import generator_state, set_generator
 from quantkit.live import LiveModel, batches
 from quantkit.manifest import FallbackRecord, FoldRecord, OutputError
@@ -91,52 +91,83 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
     live = LiveModel(plan.checkpoint, scratch=sink.writer.directory)
     if sink.blocks == len(live.blocks):
         return
-    hidden = live.start(ids, short=_PROOF_TOKENS)
-    by_module = {layer.module: layer for layer in plan.quantised}
-    folding = _Folding(plan, sink, live)
-    refining = _Refining(plan, live, hidden)
-    generators = {"fold": folding.generator, "refine": refining.generator}
-    for kind, state in sink.generators.items():
-        set_generator(generators[kind], state)
+    loop = _Loop(plan, sink, live, live.start(ids, short=_PROOF_TOKENS))
     done = sink.blocks
-    assert plan.recipe.calibration is not None
-    reduced = partial(_reduced, wanted=plan.recipe.calibration.dtype == "bfloat16")
-    # Folds need the statistics of a whole block first, and so do refiners.
-    in_step = len(plan.recipe.steps) == 1 and _held_bytes(hidden, by_module) <= _LARGEST_HELD
     for index in range(len(live.blocks)):
-        name = f"{live.prefix}.{index}"
-        block = live.load(index)
-        local = {m.removeprefix(name + "."): layer for m, layer in by_module.items() if m.startswith(name + ".")}
-        run = partial(live.run, index)
-        sample = hidden[:1, :_PROOF_TOKENS]
-        passed = False
-        if index < done:
-            with reduced(block):
-                refining.advance(index)
-            folding.candidates(block, run, sample)
-            _read_back(block, name, local, sink, live)
-        else:
-            work = _Block(name, block, local)
-            chosen = _quantise_in_step(plan, work, partial(reduced, block), run, hidden) if in_step else None
-            passed = chosen is not None
-            if chosen is None:
-                with reduced(block):
-                    statistics = _statistics(work, run, hidden)
-                    refining.advance(index)
-                for part, stats in statistics.items():
-                    work.calibrate(part, stats)
-                folding.run(work, run, sample)
-                chosen = _quantise(plan, work, local)
-                with reduced():
-                    chosen = refining.run(index, work, chosen)
-            _write(plan, work, chosen, sink)
-            sink.blocks = index + 1
-            sink.generators = {kind: generator_state(generator) for kind, generator in generators.items()}
-            sink.save()
+        work = loop.load(index)
+        passed = loop.restore(index, work) if index < done else loop.quantise(index, work)
         if index + 1 < len(live.blocks) and not passed:
-            with reduced(block), _rounded_inputs(block, local, plan.recipe.activations is not None):
-                live.advance(index, hidden)
+            loop.advance(index, work)
         live.free(index)
+
+
+class _Loop:
+    """What goes from block to block. hidden: what the next block is given, `[samples, length, hidden]`."""
+
+    def __init__(self, plan: Plan, sink: Sink, live: LiveModel, hidden: torch.Tensor) -> None:
+        assert plan.recipe.calibration is not None
+        self._plan, self._sink, self._live, self._hidden = plan, sink, live, hidden
+        self._by_module = {layer.module: layer for layer in plan.quantised}
+        self._folding, self._refining = _Folding(plan, sink, live), _Refining(plan, live, hidden)
+        self._generators = {"fold": self._folding.generator, "refine": self._refining.generator}
+        for kind, state in sink.generators.items():
+            set_generator(self._generators[kind], state)
+        self._reduced = partial(_reduced, wanted=plan.recipe.calibration.dtype == "bfloat16")
+        # Folds need the statistics of a whole block first, and so do refiners.
+        self._in_step = len(plan.recipe.steps) == 1 and _held_bytes(hidden, self._by_module) <= _LARGEST_HELD
+
+    def load(self, index: int) -> _Block:
+        name = f"{self._live.prefix}.{index}"
+        layers = {m.removeprefix(f"{name}."): one for m, one in self._by_module.items() if m.startswith(f"{name}.")}
+        return _Block(name, self._live.load(index), layers)
+
+    def restore(self, index: int, work: _Block) -> bool:
+        """Make a block what an earlier run has written of it; returns False, for no sample has passed it."""
+        with self._reduced(work.module):
+            self._refining.advance(index)
+        self._folding.candidates(work.module, partial(self._live.run, index), self._sample)
+        _read_back(work, self._sink, self._live)
+        return False
+
+    def quantise(self, index: int, work: _Block) -> bool:
+        """Quantise and write a block; returns whether the samples have passed it on the way."""
+        chosen = self._in_one_forward(index, work)
+        passed = chosen is not None
+        if chosen is None:
+            chosen = self._after_a_forward(index, work)
+        _write(self._plan, work, chosen, self._sink)
+        self._sink.blocks = index + 1
+        self._sink.generators = {kind: generator_state(generator) for kind, generator in self._generators.items()}
+        self._sink.save()
+        return passed
+
+    def advance(self, index: int, work: _Block) -> None:
+        """Run all samples through a block that is quantised."""
+        rounded = _rounded_inputs(work.module, work.layers, self._plan.recipe.activations is not None)
+        with self._reduced(work.module), rounded:
+            self._live.advance(index, self._hidden)
+
+    @property
+    def _sample(self) -> torch.Tensor:
+        return self._hidden[:1, :_PROOF_TOKENS]
+
+    def _in_one_forward(self, index: int, work: _Block) -> dict[str, Chosen] | None:
+        if not self._in_step:
+            return None
+        reduced = partial(self._reduced, work.module)
+        return _quantise_in_step(self._plan, work, reduced, partial(self._live.run, index), self._hidden)
+
+    def _after_a_forward(self, index: int, work: _Block) -> dict[str, Chosen]:
+        run = partial(self._live.run, index)
+        with self._reduced(work.module):
+            statistics = _statistics(work, run, self._hidden)
+            self._refining.advance(index)
+        for part, stats in statistics.items():
+            work.calibrate(part, stats)
+        self._folding.run(work, run, self._sample)
+        chosen = _quantise(self._plan, work, work.layers)
+        with self._reduced():
+            return self._refining.run(index, work, chosen)
 
 
 @contextmanager
@@ -170,22 +201,22 @@ class _Cast:
         return self._cast
 
 
-def _product(module: nn.Linear, cast: _Cast, value: torch.Tensor) -> torch.Tensor:
+def _product(module: nn.Linear, cast: _Cast, input: torch.Tensor) -> torch.Tensor:
     """What a linear puts out: from bfloat16 for wherever a model has not turned autocast off."""
-    return linear(value, cast() if torch.is_autocast_enabled("cpu") else module.weight, module.bias)
+    return linear(input, cast() if torch.is_autocast_enabled("cpu") else module.weight, module.bias)
 
 
-def _read_back(block: nn.Module, name: str, layers: dict[str, Quantised], sink: Sink, live: LiveModel) -> None:
-    """Make the source's block `name` what an earlier run has written of it."""
+def _read_back(work: _Block, sink: Sink, live: LiveModel) -> None:
+    """Make the source's block what an earlier run has written of it."""
     form = sink.plan.format
-    for part, parameter in block.named_parameters():
-        layer = layers.get(part.removesuffix(".weight")) if part.endswith(".weight") else None
+    for part, parameter in work.module.named_parameters():
+        layer = work.layers.get(part.removesuffix(".weight")) if part.endswith(".weight") else None
         if layer is not None:
             stored = {spec.name: sink.writer.read(spec.name) for spec in sink.plan.layer_specs(layer)}
             local = {key.removeprefix(f"{layer.name}."): tensor for key, tensor in stored.items()}
             parameter.copy_(dequantize(form.unpack(local, layer.scheme)))
             continue
-        entry = live.entry_of(f"{name}.{part}")
+        entry = live.entry_of(f"{work.name}.{part}")
         if entry is not None and entry.name in sink.done:  # a fold has changed it
             parameter.copy_(sink.writer.read(entry.name))
 
@@ -490,12 +521,11 @@ def _digits(value: float) -> float:
 def _rounded_inputs(block: nn.Module, layers: Iterable[str], active: bool) -> Iterator[None]:
     """The block's quantised linears see inputs rounded to int8, as the artifact's will."""
 
-    def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:  # noqa: ARG001
-        value = arguments[0]
+    def rounded(value: torch.Tensor) -> torch.Tensor:
         return fake_quantize_tokens(value.reshape(-1, value.shape[-1])).reshape(value.shape)
 
     modules = [block.get_submodule(part) for part in layers] if active else []
-    with hooked(module.register_forward_pre_hook(hook) for module in modules):
+    with hooked(on_read(module, rounded) for module in modules):
         yield
 
 

@@ -12,12 +12,13 @@ anything else that was not seen makes the site fail, which is the point.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import nn
 
-from quantkit.hooks import hooked
+from quantkit.hooks import hooked, on_read
 from quantkit.stats import linears_of
 from quantkit.types import FoldSite
 
@@ -102,23 +103,15 @@ class _Trace:
         self.inputs: dict[str, torch.Tensor] = {}
         self.outputs: dict[str, torch.Tensor] = {}
         self.norm_inputs: dict[str, torch.Tensor] = {}
-        handles = [m.register_forward_hook(self._linear(n)) for n, m in linears_of(block).items()]
-        handles += [m.register_forward_hook(self._norm(n)) for n, m in _norms_of(block).items()]
+        norms = _norms_of(block)
+        handles = [on_read(m, partial(self.inputs.__setitem__, n)) for n, m in linears_of(block).items()]
+        handles += [on_read(m, partial(self.norm_inputs.__setitem__, n)) for n, m in norms.items()]
+        handles += [m.register_forward_hook(self._wrote(n)) for n, m in norms.items()]
         with hooked(handles):
             run(sample)
 
-    def _linear(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-            self.inputs[name] = arguments[0]
-
-        return hook
-
-    def _norm(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:  # noqa: ARG001
-            self.outputs[name] = output
-            self.norm_inputs[name] = arguments[0]
-
-        return hook
+    def _wrote(self, name: str) -> Callable[..., None]:
+        return lambda _, __, output: self.outputs.__setitem__(name, output)
 
 
 def _norms_of(block: nn.Module) -> dict[str, nn.Module]:
@@ -249,13 +242,10 @@ def _inputs(block: nn.Module, run: Run, sample: torch.Tensor, names: list[str]) 
     """What the linears `names` read when `sample` runs."""
     found: dict[str, torch.Tensor] = {}
 
-    def watch(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG001
-            found[name] = arguments[0].clone()
+    def keep(name: str, value: torch.Tensor) -> None:
+        found[name] = value.clone()
 
-        return hook
-
-    with hooked(block.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names):
+    with hooked(on_read(block.get_submodule(name), partial(keep, name)) for name in names):
         run(sample)
     return found
 

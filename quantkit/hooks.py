@@ -1,10 +1,31 @@
-"""What hooks on modules share: they are gone after the run, and they know a tensor by its place in memory."""
+"""What hooks on modules share: what a module reads, gone after the run, and a tensor known by its place in memory."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
+
+
+def on_read(
+    module: nn.Module, see: Callable[[torch.Tensor], torch.Tensor | None], *, first: bool = False
+) -> RemovableHandle:
+    """Call `see` with what `module` is about to read, its first argument by position or by name.
+
+    What `see` returns, unless None, is read in its place. first: before all hooks that are there.
+    """
+
+    def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if arguments:
+            value = see(arguments[0])
+            return None if value is None else ((value, *arguments[1:]), keywords)
+        name = next(iter(keywords))
+        value = see(keywords[name])
+        return None if value is None else ((), keywords | {name: value})
+
+    return module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
 
 
 @contextmanager

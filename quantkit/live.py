@@ -134,8 +134,9 @@ class LiveModel:
         weights: parameters by their names in the block, in place of its own; the result is differentiable in them.
         """
         arguments, keywords = self._arguments[hidden.shape[0], hidden.shape[1]][index]
+        given = hidden.clone()  # a block may write into what it is given
         with torch.set_grad_enabled(weights is not None):
-            output = functional_call(self.blocks[index], weights or {}, (hidden, *arguments), keywords)
+            output = functional_call(self.blocks[index], weights or {}, (given, *arguments), keywords)
         return output[0] if isinstance(output, tuple) else output
 
     def advance(self, index: int, hidden: torch.Tensor) -> None:

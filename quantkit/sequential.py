@@ -15,13 +15,14 @@ Threads could too, but each would have workers and memory of its own for tensor 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
-from quantkit.hooks import hooked, place_of
+from quantkit.hooks import hooked, on_read, place_of
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -38,10 +39,10 @@ def reading_order(block: nn.Module, names: Iterable[str], run: Run, sample: torc
     names = list(names)
     calls: list[tuple[str, torch.Tensor]] = []  # the tensors too, so that none takes another's place in memory
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        return lambda _, arguments: calls.append((name, arguments[0]))
+    def watch(name: str, value: torch.Tensor) -> None:
+        calls.append((name, value))
 
-    with hooked(block.get_submodule(name).register_forward_pre_hook(watch(name)) for name in names):
+    with hooked(on_read(block.get_submodule(name), partial(watch, name)) for name in names):
         run(sample)
     if sorted(name for name, _ in calls) != sorted(names):
         return []
@@ -69,18 +70,15 @@ def run_in_step(
     """
     group_of = {name: group for group in order for name in group}
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG001
-            runner = getcurrent()
-            if not isinstance(runner, _Runner):  # a thread of the model's own
-                raise OutOfStepError(name)
-            runner.reads(name, group_of[name], arguments[0])
-
-        return hook
+    def watch(name: str, value: torch.Tensor) -> None:
+        runner = getcurrent()
+        if not isinstance(runner, _Runner):  # a thread of the model's own
+            raise OutOfStepError(name)
+        runner.reads(name, group_of[name], value)
 
     first, *runners = [_Runner(run, sample) for sample in (witness, *samples)]
     # Before all other hooks: those may hand each linear a tensor of its own.
-    with hooked(block.get_submodule(n).register_forward_pre_hook(watch(n), prepend=True) for n in group_of):
+    with hooked(on_read(block.get_submodule(n), partial(watch, n), first=True) for n in group_of):
         try:
             for group in order:
                 first.until(group[0])

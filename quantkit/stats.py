@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from quantkit.errors import NumericsError
-from quantkit.hooks import hooked, place_of
+from quantkit.hooks import hooked, on_read, place_of
 from quantkit.types import CalibrationStats
 
 # Inputs kept as they were, a layer: enough for a search over alphas, small beside the Gram matrix.
@@ -54,23 +55,19 @@ def collect(
     calls: list[str] = []
     simple = False
 
-    def watch(name: str) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
-        def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG001
-            value = arguments[0]
-            if len(leader_of) < len(modules):  # an expert may be reached by a later sample only
-                alive.append(value)
-                first = seen.setdefault(place_of(value), name)
-                if leader_of.setdefault(name, leader_of.get(first, first)) == name and name not in sums:
-                    sums[name] = _Sums(name, value.shape[-1])
-            if leader_of[name] == name:
-                sums[name].add(value)
-            calls.append(name)
-            if simple and len(calls) == len(modules):
-                raise _AllRead
+    def watch(name: str, value: torch.Tensor) -> None:
+        if len(leader_of) < len(modules):  # an expert may be reached by a later sample only
+            alive.append(value)
+            first = seen.setdefault(place_of(value), name)
+            if leader_of.setdefault(name, leader_of.get(first, first)) == name and name not in sums:
+                sums[name] = _Sums(name, value.shape[-1])
+        if leader_of[name] == name:
+            sums[name].add(value)
+        calls.append(name)
+        if simple and len(calls) == len(modules):
+            raise _AllRead
 
-        return hook
-
-    with hooked(module.register_forward_pre_hook(watch(name)) for name, module in modules.items()):
+    with hooked(on_read(module, partial(watch, name)) for name, module in modules.items()):
         for sample in samples:
             with suppress(_AllRead):
                 run(sample)

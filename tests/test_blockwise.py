@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from quantkit import blockwise
 from quantkit.affine import dequantize
@@ -285,6 +286,30 @@ def test_samples_that_break_step_leave_the_bytes_of_two_forwards(
     assert len(broken) == 2
     assert two == _convert(zoo("llama"), tmp_path / "two", "gptq-g64")
     assert two != one
+
+
+@pytest.mark.parametrize("recipe", ["gptq-g64", "awq-gptq-g64", "smoothquant-w8a8"])
+def test_arguments_by_name_and_results_written_into_the_input_change_no_byte(
+    recipe: str, zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = _convert(zoo("llama"), tmp_path / "plain", recipe)
+    forward = LlamaDecoderLayer.forward
+
+    def by_name(mlp: Any, x: torch.Tensor) -> torch.Tensor:
+        inner: torch.Tensor = mlp.down_proj(input=mlp.act_fn(mlp.gate_proj(input=x)) * mlp.up_proj(input=x))
+        return inner
+
+    def in_place(layer: Any, hidden_states: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
+        return hidden_states.copy_(forward(layer, hidden_states, *others, **named))
+
+    monkeypatch.setattr(LlamaMLP, "forward", by_name)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", in_place)
+    assert _convert(zoo("llama"), tmp_path / "odd", recipe) == plain
+    with torch.no_grad():
+        found = load_artifact(tmp_path / "odd")(IDS[:2]).logits
+    monkeypatch.undo()
+    with torch.no_grad():
+        assert torch.equal(load_artifact(tmp_path / "plain")(IDS[:2]).logits, found)
 
 
 @pytest.mark.parametrize("recipe", ["gptq-g64", "gptq-w8a8"])

@@ -1,20 +1,46 @@
-"""Hooks that are gone after a run, and tensors known by their place."""
+"""Hooks that see what a module reads and are gone after a run, and tensors known by their place."""
 
 import pytest
 import torch
 from torch import nn
 
-from quantkit.hooks import hooked, place_of
+from quantkit.hooks import hooked, on_read, place_of
+
+
+class _Scale(nn.Module):
+    def forward(self, value: torch.Tensor, factor: int = 2) -> torch.Tensor:
+        return value * factor
+
+
+def test_what_a_module_reads_is_seen_by_position_and_by_name() -> None:
+    module, seen = _Scale(), []
+    with hooked([on_read(module, seen.append)]):
+        assert module(torch.tensor(3), 4) == 12
+        assert module(value=torch.tensor(5), factor=4) == 20
+    module(torch.tensor(7))
+    assert seen == [3, 5]
+
+
+def test_what_a_watcher_returns_is_read_in_place_of_what_was_given() -> None:
+    module = _Scale()
+    with hooked([on_read(module, lambda value: value + 1)]):
+        assert module(torch.tensor(3), 4) == 16
+        assert module(value=torch.tensor(3), factor=4) == 16
+
+
+def test_a_watcher_that_is_to_be_first_sees_what_was_given() -> None:
+    module, seen = _Scale(), []
+    handles = [on_read(module, lambda value: value + 1), on_read(module, seen.append, first=True)]
+    with hooked(handles):
+        assert module(torch.tensor(3)) == 8
+    assert seen == [3]
 
 
 def test_hooks_act_inside_the_with_and_are_gone_after_it_also_after_an_error() -> None:
     modules, seen = [nn.Identity(), nn.Identity()], []
 
-    def hook(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG001
-        seen.append(arguments[0])
-
     def fails() -> None:
-        with hooked(module.register_forward_pre_hook(hook) for module in modules):
+        with hooked(on_read(module, seen.append) for module in modules):
             modules[1](torch.ones(2))
             raise ValueError("inside")
 

@@ -75,9 +75,9 @@ class PackedEmbedding(Packed):
         self.num_embeddings, self.embedding_dim = dense.num_embeddings, dense.embedding_dim
         self.padding_idx = dense.padding_idx
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = self.format.unpack_rows(self.stored, self.scheme, ids.reshape(-1))
-        return dequantize(rows, self.dtype, self.arithmetic).reshape(*ids.shape, self.embedding_dim)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = self.format.unpack_rows(self.stored, self.scheme, input.reshape(-1))
+        return dequantize(rows, self.dtype, self.arithmetic).reshape(*input.shape, self.embedding_dim)
 
 
 @dataclass
@@ -119,12 +119,12 @@ class PackedLinear(Packed):
         self._kernel: Kernel | None = None
         self._sought = False
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        kernel = self.kernel() if self.fast and _is_step(inputs) else None
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        kernel = self.kernel() if self.fast and _is_step(input) else None
         if kernel is None:
-            return nn.functional.linear(inputs, self._dense(), self.bias)
+            return nn.functional.linear(input, self._dense(), self.bias)
         # Kernels refuse rows with gaps between them, as the last positions of a batch are that a head gets.
-        outputs = kernel(inputs.reshape(-1, self.in_features).contiguous()).reshape(*inputs.shape[:-1], -1)
+        outputs = kernel(input.reshape(-1, self.in_features).contiguous()).reshape(*input.shape[:-1], -1)
         return outputs if self.bias is None else outputs + self.bias
 
     def _dense(self) -> torch.Tensor:
@@ -149,15 +149,15 @@ class Int8Linear(PackedLinear):
     Each token (row of the input) is rounded to symmetric int8 on its own absmax scale; sums are int32.
     """
 
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        rows = inputs.reshape(-1, inputs.shape[-1])
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        rows = input.reshape(-1, input.shape[-1])
         codes, steps = token_codes(rows)
         weight, scales = self.get_buffer("weight_codes"), self.get_buffer("weight_scale")
         sums = torch._int_mm(codes, weight.T)
-        outputs = (sums.float() * steps * scales.float().T).to(inputs.dtype)
+        outputs = (sums.float() * steps * scales.float().T).to(input.dtype)
         if self.bias is not None:
             outputs = outputs + self.bias
-        return outputs.reshape(*inputs.shape[:-1], -1)
+        return outputs.reshape(*input.shape[:-1], -1)
 
 
 def load_artifact(
