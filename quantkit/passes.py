@@ -58,9 +58,14 @@ class SignroundOptions(Strict):
 
 
 class AwqOptions(Strict):
-    """AWQ. n_grid: ratios tried. scales: how rounding is done inside the search, best as the quantiser does it."""
+    """AWQ.
+
+    n_grid: ratios tried. ranking_rows: of each weight, those that they are tried on. scales: how rounding is done
+    inside the search, best as the quantiser does it.
+    """
 
     n_grid: Annotated[int, Field(ge=1)] = 20
+    ranking_rows: Annotated[int, Field(ge=1)] = 256
     scales: Literal["minmax", "searched"] = "searched"
 
 
@@ -184,7 +189,15 @@ def _awq(
     # Inputs that share a producer channel (grouped heads) must share a scale, and so its statistic.
     mean = shared_mean(stats.act_mean, channel)
     quantizer: Literal["minmax", "search"] = "search" if options.scales == "searched" else "minmax"
-    found = search_scales(weights, mean, stats.hessian, scheme, n_grid=options.n_grid, quantizer=quantizer)
+    found = search_scales(
+        weights,
+        mean,
+        stats.hessian,
+        scheme,
+        n_grid=options.n_grid,
+        ranking_rows=options.ranking_rows,
+        quantizer=quantizer,
+    )
     return Scaled(found.scales, found.ratio, found.error_before, found.error_after)
 
 

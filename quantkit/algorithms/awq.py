@@ -24,8 +24,6 @@ Quantizer = Literal["minmax", "search"]
 _LARGEST_SCALE = 1e4
 # The search of scales inside the search of ratios: coarse, for it is run n_grid times and only has to rank ratios.
 _INNER_GRID = 6
-# Rows on which ratios are ranked: all see the same rows, so few tell the same ratio as all do.
-_RANKING_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -46,6 +44,7 @@ def search_scales(
     scheme: QuantScheme,
     *,
     n_grid: int = 20,
+    ranking_rows: int = 256,
     quantizer: Quantizer = "minmax",
 ) -> AWQResult:
     """The best `s = act_mean ** ratio` over `n_grid` ratios in (0, 1], or none (equation 5).
@@ -53,7 +52,8 @@ def search_scales(
     weights: every consumer of the input, `[out_i, in]`; act_mean `[in]`: mean |x| of each channel; gram `[in, in]`.
     s is divided by `sqrt(max(s) * min(s))` over the active channels; dead channels keep 1. quantizer: how columns are
     rounded while ratios are compared; "search" is the closer to a recipe that searches scales afterwards. Ratios are
-    compared on at most `_RANKING_ROWS` rows of each consumer, evenly spread; the best is then judged on all rows.
+    compared on at most `ranking_rows` rows of each consumer, evenly spread: all ratios see the same rows, so few rows
+    tell the ratio that all of them tell. The best is then judged on all rows.
 
     Raises NumericsError for non-finite weights or statistics, ValueError where shapes do not fit.
     """
@@ -65,7 +65,7 @@ def search_scales(
         raise ValueError("weights, act_mean and gram must agree on the number of inputs")
     exact = gram.float()
     none = torch.ones_like(act_mean, dtype=torch.float32)
-    sampled = [_some_rows(weight) for weight in weights]
+    sampled = [_some_rows(weight, ranking_rows) for weight in weights]
     ratios = [step / n_grid for step in range(1, n_grid + 1)]
     errors = [_scaled_error(sampled, awq_scales(act_mean, ratio), exact, scheme, quantizer) for ratio in ratios]
     ratio = ratios[errors.index(min(errors))]
@@ -76,10 +76,10 @@ def search_scales(
     return AWQResult(none, 0.0, before, before)
 
 
-def _some_rows(weight: torch.Tensor) -> torch.Tensor:
-    """At most `_RANKING_ROWS` rows of `weight`, evenly spread."""
+def _some_rows(weight: torch.Tensor, count: int) -> torch.Tensor:
+    """At most `count` rows of `weight`, evenly spread."""
     rows = len(weight)
-    return weight if rows <= _RANKING_ROWS else weight[torch.arange(_RANKING_ROWS) * rows // _RANKING_ROWS]
+    return weight if rows <= count else weight[torch.arange(count) * rows // count]
 
 
 def awq_scales(act_mean: torch.Tensor, ratio: float) -> torch.Tensor:

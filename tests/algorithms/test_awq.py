@@ -65,6 +65,19 @@ def test_reported_error_is_what_scaled_rounding_gives() -> None:
     assert found.error_after == pytest.approx(total, rel=1e-3)
 
 
+def test_ratios_are_tried_on_few_rows_and_the_best_is_judged_on_all() -> None:
+    # Seed 5: the first rows alone want another ratio than all rows do, and all rows gain by it too.
+    weights, samples = site(5)
+    scheme, mean, gram = QuantScheme(4, "group", 8), samples.abs().mean(0), samples.T @ samples
+    few = search_scales(weights, mean, gram, scheme, ranking_rows=1)
+    first = search_scales([weight[:1] for weight in weights], mean, gram, scheme)
+    assert few.ratio == first.ratio
+    assert few.ratio != search_scales(weights, mean, gram, scheme).ratio
+    factors = torch.tensor(oracle.scales_of(mean, few.ratio)).tolist()
+    for error, scales in ((few.error_before, [1.0] * 24), (few.error_after, factors)):
+        assert error == pytest.approx(oracle.output_error(weights, samples, scales, 8, 4, True), rel=1e-3)
+
+
 def test_the_search_inside_weighs_channels_as_they_are_after_scaling() -> None:
     weights, samples = site(6)
     scheme, gram = QuantScheme(3, "group", 8, False), samples.T @ samples
