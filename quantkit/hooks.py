@@ -37,6 +37,13 @@ def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
-def place_of(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    """The same for tensors that are one and the same, as long as somebody keeps both."""
-    return tensor.data_ptr(), tensor.shape
+# Address, shape, and how often the tensor had been written to.
+Place = tuple[int, torch.Size, int]
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """The same for tensors that are one and the same and hold the same, as long as somebody keeps both.
+
+    Writes are not counted in inference mode.
+    """
+    return tensor.data_ptr(), tensor.shape, 0 if tensor.is_inference() else tensor._version

@@ -22,7 +22,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import nn
 
-from quantkit.hooks import hooked, on_read, place_of
+from quantkit.hooks import Place, hooked, on_read, place_of
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -37,18 +37,18 @@ def reading_order(block: nn.Module, names: Iterable[str], run: Run, sample: torc
     Empty where the sample does not call each of them once.
     """
     names = list(names)
-    calls: list[tuple[str, torch.Tensor]] = []  # the tensors too, so that none takes another's place in memory
+    calls: list[tuple[str, torch.Tensor, Place]] = []  # the tensors too, so that none takes another's place in memory
 
     def watch(name: str, value: torch.Tensor) -> None:
-        calls.append((name, value))
+        calls.append((name, value, place_of(value)))
 
     with hooked(on_read(block.get_submodule(name), partial(watch, name)) for name in names):
         run(sample)
-    if sorted(name for name, _ in calls) != sorted(names):
+    if sorted(name for name, _, _ in calls) != sorted(names):
         return []
-    readers: dict[tuple[int, torch.Size], list[str]] = {}
-    for name, value in calls:
-        readers.setdefault(place_of(value), []).append(name)
+    readers: dict[Place, list[str]] = {}
+    for name, _, place in calls:
+        readers.setdefault(place, []).append(name)
     return [tuple(group) for group in readers.values()]
 
 
@@ -100,8 +100,8 @@ class _Runner(greenlet):
     def __init__(self, run: Run, sample: torch.Tensor) -> None:
         super().__init__(self._walk)
         self._run_block, self._sample = run, sample
-        # By leader, what it read and how often that had been written to, until the last of its group has read it too.
-        self._read: dict[str, tuple[torch.Tensor, int]] = {}
+        # By leader, what it read and where, until the last of its group has read it too.
+        self._read: dict[str, tuple[torch.Tensor, Place]] = {}
         self._called: set[str] = set()
         self._broken = False  # a model may catch what it is told so
         # Whoever lets it run may compute in another precision.
@@ -138,7 +138,7 @@ class _Runner(greenlet):
             raise OutOfStepError(name)
         self._called.add(name)
         if first:
-            self._read[leader] = value, value._version
+            self._read[leader] = value, place_of(value)
         if self._called.issuperset(group):
             del self._read[leader]
         if first:
@@ -147,8 +147,8 @@ class _Runner(greenlet):
 
     def _same(self, leader: str, value: torch.Tensor) -> bool:
         """Whether `value` is what the leader of a group has read, and holds what it held then."""
-        read, version = self._read.get(leader, (None, 0))
-        return read is not None and (place_of(read), version) == (place_of(value), value._version)
+        _, place = self._read.get(leader, (None, None))
+        return place == place_of(value)
 
 
 def _switch(to: greenlet, *given: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from quantkit.errors import NumericsError
-from quantkit.hooks import hooked, on_read, place_of
+from quantkit.hooks import Place, hooked, on_read, place_of
 from quantkit.types import CalibrationStats
 
 # Inputs kept as they were, a layer: enough for a search over alphas, small beside the Gram matrix.
@@ -49,7 +49,7 @@ def collect(
     leader_of: dict[str, str] = {}
     sums: dict[str, _Sums] = {}
     # Of one run: which linear read a tensor first, and the tensors, so that none takes another's place in memory.
-    seen: dict[tuple[int, torch.Size], str] = {}
+    seen: dict[Place, str] = {}
     alive: list[torch.Tensor] = []
     # The calls of one run; whether a run before called every linear, each once, so that none comes after the last.
     calls: list[str] = []

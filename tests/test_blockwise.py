@@ -1,6 +1,7 @@
 """Calibrated conversion on every architecture: better than rounding, same bytes, nothing silent."""
 
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,23 @@ def test_arguments_by_name_and_results_written_into_the_input_change_no_byte(
     monkeypatch.undo()
     with torch.no_grad():
         assert torch.equal(load_artifact(tmp_path / "plain")(IDS[:2]).logits, found)
+
+
+@pytest.mark.parametrize("recipe", ["gptq-g64", "awq-g64", "smoothquant-w8a8"])
+def test_linears_that_read_one_place_before_and_after_a_write_share_no_statistics(
+    recipe: str, zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def post_norm(layer: Any, hidden_states: torch.Tensor, *, add: Any, **named: Any) -> torch.Tensor:
+        mixed, _ = layer.self_attn(hidden_states=hidden_states, **named)
+        hidden_states = add(hidden_states, layer.input_layernorm(mixed))
+        found: torch.Tensor = add(hidden_states, layer.post_attention_layernorm(layer.mlp(hidden_states)))
+        return found
+
+    manifests = []
+    for name, add in (("apart", torch.add), ("in-place", torch.Tensor.add_)):
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", partialmethod(post_norm, add=add))
+        manifests.append(_convert(zoo("llama"), tmp_path / name, recipe))
+    assert manifests[0] == manifests[1]
 
 
 @pytest.mark.parametrize("recipe", ["gptq-g64", "gptq-w8a8"])

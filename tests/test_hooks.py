@@ -56,3 +56,6 @@ def test_a_tensor_has_the_place_of_itself_and_of_no_other() -> None:
     assert place_of(table) != place_of(table[1:])
     assert place_of(table) != place_of(table[:2])
     assert place_of(table) != place_of(table.clone())
+    before = place_of(table)
+    table += 1
+    assert place_of(table) != before

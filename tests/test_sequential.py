@@ -146,7 +146,7 @@ class _Odd(_Block):
                 return pool.submit(super().forward, hidden).result()
         value = hidden * 2
         query = self.q(value)
-        if self.way == "writes between readers":
+        if self.way == "writes between readers" and len(hidden) > 1:
             value.mul_(3)
         other = hidden if self.way == "reads another tensor" and len(hidden) > 1 else value
         mixed = torch.tanh(query) * self.k(other)
