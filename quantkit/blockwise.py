@@ -94,10 +94,10 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
     loop = _Loop(plan, sink, live, live.start(ids, short=_PROOF_TOKENS))
     done = sink.blocks
     for index in range(len(live.blocks)):
-        work = loop.load(index)
-        passed = loop.restore(index, work) if index < done else loop.quantise(index, work)
-        if index + 1 < len(live.blocks) and not passed:
-            loop.advance(index, work)
+        if index < done:
+            loop.restore(index)
+        else:
+            loop.quantise(index)
         live.free(index)
 
 
@@ -116,33 +116,36 @@ class _Loop:
         # Folds need the statistics of a whole block first, and so do refiners.
         self._in_step = len(plan.recipe.steps) == 1 and _held_bytes(hidden, self._by_module) <= _LARGEST_HELD
 
-    def load(self, index: int) -> _Block:
+    def _load(self, index: int) -> _Block:
         name = f"{self._live.prefix}.{index}"
         layers = {m.removeprefix(f"{name}."): one for m, one in self._by_module.items() if m.startswith(f"{name}.")}
         return _Block(name, self._live.load(index), layers)
 
-    def restore(self, index: int, work: _Block) -> bool:
-        """Make a block what an earlier run has written of it; returns False, for no sample has passed it."""
+    def restore(self, index: int) -> None:
+        """Run all samples through a block as an earlier run has written it."""
+        work = self._load(index)
         with self._reduced(work.module):
             self._refining.advance(index)
         self._folding.candidates(work.module, partial(self._live.run, index), self._sample)
         _read_back(work, self._sink, self._live)
-        return False
+        self._advance(index, work)
 
-    def quantise(self, index: int, work: _Block) -> bool:
-        """Quantise and write a block; returns whether the samples have passed it on the way."""
-        chosen = self._in_one_forward(index, work)
-        passed = chosen is not None
-        if chosen is None:
-            chosen = self._after_a_forward(index, work)
+    def quantise(self, index: int) -> None:
+        """Quantise a block, write it, and have all samples pass it."""
+        work = self._load(index)
+        passing = self._in_one_forward(index, work)
+        chosen = self._after_a_forward(index, work) if passing is None else passing
         _write(self._plan, work, chosen, self._sink)
         self._sink.blocks = index + 1
         self._sink.generators = {kind: generator_state(generator) for kind, generator in self._generators.items()}
         self._sink.save()
-        return passed
+        if passing is None:
+            self._advance(index, work)
 
-    def advance(self, index: int, work: _Block) -> None:
-        """Run all samples through a block that is quantised."""
+    def _advance(self, index: int, work: _Block) -> None:
+        """Run all samples through a block that is quantised, if another one follows."""
+        if index + 1 == len(self._live.blocks):
+            return
         rounded = _rounded_inputs(work.module, work.layers, self._plan.recipe.activations is not None)
         with self._reduced(work.module), rounded:
             self._live.advance(index, self._hidden)

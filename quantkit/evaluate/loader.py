@@ -31,7 +31,8 @@ from quantkit.types import QuantScheme
 class Packed(nn.Module):
     """A layer whose weight `[out, in]` exists only as the packed tensors of the file.
 
-    `arithmetic` is the dtype in which codes are multiplied with scales: float32 is exact.
+    `arithmetic` is the dtype in which codes are multiplied with scales: float32 is exact. What is read is called
+    `input`, as in the layers that these stand for: a model may pass it by that name.
     """
 
     def __init__(
