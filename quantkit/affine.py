@@ -11,8 +11,9 @@ import torch
 from quantkit.errors import NumericsError
 from quantkit.types import QuantizedTensor, QuantScheme
 
-# 256 Ki float32 values are 1 MB: a few temporaries of that size fit the second-level cache.
-_SLICE_VALUES = 1 << 18
+# 2 MB of float32: fewer would take longer to start an operation than to do it where two threads share an interpreter,
+# more leave the cache.
+_SLICE_VALUES = 1 << 19
 
 
 def row_slices(rows: int, columns: int) -> Iterator[slice]:

@@ -306,7 +306,7 @@ class _Folding:
             return
         changed: set[str] = set()
         candidates = self.candidates(work.module, run, sample)
-        proved = [check_closure(work.module, site, run, sample, self.generator) for site in candidates]
+        proved = check_closure(work.module, candidates, run, sample, self.generator)
         refusals = [self._refusal(work, site) for site in proved]
         usable = [site for site, reason in zip(proved, refusals, strict=True) if reason is None]
         # Linear sites first: norm sites then see the weights that will be rounded.

@@ -9,7 +9,7 @@ anything else that was not seen makes the site fail, which is the point.
                        change by exactly those numbers is fed by them, channel by channel, through whatever lies between
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -41,18 +41,21 @@ def discover_fold_sites(block: nn.Module, run: Run, sample: torch.Tensor) -> lis
 
 
 def check_closure(
-    block: nn.Module, site: FoldSite, run: Run, sample: torch.Tensor, generator: torch.Generator
-) -> FoldSite:
-    """The site with the largest relative change of the block's output when random scales in [0.5, 2] are folded."""
-    channels = int(site.channel.max()) + 1
-    scales = torch.exp2(torch.rand(channels, generator=generator) * 2 - 1)[site.channel]
+    block: nn.Module, sites: Iterable[FoldSite], run: Run, sample: torch.Tensor, generator: torch.Generator
+) -> list[FoldSite]:
+    """Each site with the largest relative change of the block's output when random scales in [0.5, 2] are folded."""
     before = run(sample)
-    with _restored(block, site):
-        apply_fold(block, site, scales, torch.float32)
-        after = run(sample)
     # Relative to what the block adds, not to the residual stream, whose size would hide a broken site.
-    change = (after - before).abs().max() / (before - sample).abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-    return replace(site, residual=change.item())
+    size = (before - sample).abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+    proved = []
+    for site in sites:
+        channels = int(site.channel.max()) + 1
+        scales = torch.exp2(torch.rand(channels, generator=generator) * 2 - 1)[site.channel]
+        with _restored(block, site):
+            apply_fold(block, site, scales, torch.float32)
+            after = run(sample)
+        proved.append(replace(site, residual=((after - before).abs().max() / size).item()))
+    return proved
 
 
 @torch.no_grad()

@@ -65,7 +65,8 @@ def search_scales(
         raise ValueError("weights, act_mean and gram must agree on the number of inputs")
     exact = gram.float()
     none = torch.ones_like(act_mean, dtype=torch.float32)
-    sampled = [_some_rows(weight, ranking_rows) for weight in weights]
+    sampled = _together([_some_rows(weight, ranking_rows) for weight in weights], scheme)
+    weights = _together(weights, scheme)
     ratios = [step / n_grid for step in range(1, n_grid + 1)]
     errors = [_scaled_error(sampled, awq_scales(act_mean, ratio), exact, scheme, quantizer) for ratio in ratios]
     ratio = ratios[errors.index(min(errors))]
@@ -80,6 +81,11 @@ def _some_rows(weight: torch.Tensor, count: int) -> torch.Tensor:
     """At most `count` rows of `weight`, evenly spread."""
     rows = len(weight)
     return weight if rows <= count else weight[torch.arange(count) * rows // count]
+
+
+def _together(weights: Sequence[torch.Tensor], scheme: QuantScheme) -> Sequence[torch.Tensor]:
+    """As one weight where rows do not share a scale: few large operations take less time than many small ones."""
+    return weights if scheme.granularity == "tensor" else [torch.cat([weight.float() for weight in weights])]
 
 
 def awq_scales(act_mean: torch.Tensor, ratio: float) -> torch.Tensor:
