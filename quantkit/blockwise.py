@@ -20,7 +20,7 @@ from quantkit.affine import dequantize
 from quantkit.algorithms.gptq import row_errors
 from quantkit.algorithms.rtn import rtn_quantize
 from quantkit.algorithms.smoothquant import fake_quantize_tokens
-from quantkit.errors import NumericsError
+from quantkit.errors import CheckpointError, NumericsError, first_line
 from quantkit.fold import TOLERANCE, apply_fold, check_closure, discover_fold_sites
 from quantkit.hooks import hooked, on_read
 from quantkit.journal import generator_state, set_generator
@@ -424,7 +424,13 @@ class _Refining:
             refiner = REFINERS[name]
             tensors = {part: one.tensor for part, one in chosen.items()}
             parsed = refiner.options.model_validate(options)
-            learned = refiner.run(weights, tensors, loss, count, self.generator, parsed)
+            try:
+                learned = refiner.run(weights, tensors, loss, count, self.generator, parsed)
+            except RuntimeError as error:  # of autograd: a block may write into what a gradient still needs
+                raise CheckpointError(
+                    f"{work.name}: {name} cannot train this block: {first_line(error)}",
+                    f"leave {name} out of the recipe",
+                ) from error
             note = (
                 f"{name}: error of the block {learned.loss_before:.4g}, after it {learned.loss_after:.4g}; "
                 f"{100 * learned.changed:.1f} % of its codes changed"

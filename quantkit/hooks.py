@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -17,12 +18,16 @@ def on_read(
     What `see` returns, unless None, is read in its place. first: before all hooks that are there.
     """
 
+    # Of a forward that takes anything, the first that it is called with.
+    parameters = signature(module.forward).parameters.values()
+    named = next((one.name for one in parameters if one.kind is not Parameter.VAR_POSITIONAL), None)
+
     def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if arguments:
             value = see(arguments[0])
             return None if value is None else ((value, *arguments[1:]), keywords)
-        name = next(iter(keywords))
-        value = see(keywords[name])
+        name = named if named in keywords else next(iter(keywords), None)
+        value = None if name is None else see(keywords[name])
         return None if value is None else ((), keywords | {name: value})
 
     return module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)

@@ -21,7 +21,7 @@ from quantkit.artifact import verify
 from quantkit.blockwise import _reduced
 from quantkit.calibration import Calibration
 from quantkit.checkpoint import open_checkpoint
-from quantkit.errors import CalibrationError, NumericsError, SchemaError
+from quantkit.errors import CalibrationError, CheckpointError, NumericsError, SchemaError
 from quantkit.evaluate.loader import Int8Linear, load_artifact, load_checkpoint
 from quantkit.fold import apply_fold, discover_fold_sites
 from quantkit.formats.int_quantized import IntQuantized
@@ -328,6 +328,15 @@ def test_linears_that_read_one_place_before_and_after_a_write_share_no_statistic
         monkeypatch.setattr(LlamaDecoderLayer, "forward", partialmethod(post_norm, add=add))
         manifests.append(_convert(zoo("llama"), tmp_path / name, recipe))
     assert manifests[0] == manifests[1]
+
+
+def test_learned_rounding_of_a_block_without_gradient_is_one_line_that_names_it(
+    zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda mlp, x: forward(mlp, x) + mlp.gate_proj(x).exp_().sigmoid_().sum())
+    with pytest.raises(CheckpointError, match=r"model.layers.0: signround cannot train this block: .*inplace.*leave"):
+        _convert(zoo("llama"), tmp_path / "a", "awq-gptq-signround-g64")
 
 
 @pytest.mark.parametrize("recipe", ["gptq-g64", "gptq-w8a8"])

@@ -17,8 +17,20 @@ def test_what_a_module_reads_is_seen_by_position_and_by_name() -> None:
     with hooked([on_read(module, seen.append)]):
         assert module(torch.tensor(3), 4) == 12
         assert module(value=torch.tensor(5), factor=4) == 20
+        assert module(factor=4, value=torch.tensor(6)) == 24
     module(torch.tensor(7))
-    assert seen == [3, 5]
+    assert seen == [3, 5, 6]
+
+
+def test_a_module_that_takes_anything_reads_what_it_is_called_with_first() -> None:
+    class Anything(nn.Module):
+        def forward(self, *arguments: int, **named: int) -> int:
+            return sum(arguments) + sum(named.values())
+
+    module, seen = Anything(), []
+    with hooked([on_read(module, seen.append)]):
+        assert [module(1, 2), module(one=3, other=4), module()] == [3, 7, 0]
+    assert seen == [1, 3]
 
 
 def test_what_a_watcher_returns_is_read_in_place_of_what_was_given() -> None:
