@@ -44,7 +44,7 @@ def check_closure(
     block: nn.Module, sites: Iterable[FoldSite], run: Run, sample: torch.Tensor, generator: torch.Generator
 ) -> list[FoldSite]:
     """Each site with the largest relative change of the block's output when random scales in [0.5, 2] are folded."""
-    before = run(sample)
+    before = run(sample).clone()  # a block may put all its outputs into one place
     # Relative to what the block adds, not to the residual stream, whose size would hide a broken site.
     size = (before - sample).abs().max().clamp(min=torch.finfo(torch.float32).tiny)
     proved = []
@@ -220,6 +220,10 @@ def _probe(
         with _scaled_rows(block.get_submodule(producer), factors):
             changed = _inputs(block, run, sample, consumers)
         for name, value in plain.items():
+            if name not in changed or changed[name].shape != value.shape:  # other tokens are routed to it
+                spoiled = True
+                fed[name][:] = False
+                continue
             ratio, constant = _ratios(value, changed[name])
             spoiled |= not bool(constant.all())
             digit = torch.round((torch.log2(ratio.clamp(min=1e-3)) + 1) * 16 - 0.5)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -13,22 +12,19 @@ from torch.utils.hooks import RemovableHandle
 def on_read(
     module: nn.Module, see: Callable[[torch.Tensor], torch.Tensor | None], *, first: bool = False
 ) -> RemovableHandle:
-    """Call `see` with what `module` is about to read, its first argument by position or by name.
+    """Call `see` with what `module` is about to read, the first tensor that it is given, by position or by name.
 
     What `see` returns, unless None, is read in its place. first: before all hooks that are there.
     """
 
-    # Of a forward that takes anything, the first that it is called with.
-    parameters = signature(module.forward).parameters.values()
-    named = next((one.name for one in parameters if one.kind is not Parameter.VAR_POSITIONAL), None)
-
     def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-        if arguments:
-            value = see(arguments[0])
-            return None if value is None else ((value, *arguments[1:]), keywords)
-        name = named if named in keywords else next(iter(keywords), None)
-        value = None if name is None else see(keywords[name])
-        return None if value is None else ((), keywords | {name: value})
+        given: dict[Any, Any] = dict(enumerate(arguments)) | keywords
+        place = next((place for place, value in given.items() if isinstance(value, torch.Tensor)), None)
+        value = None if place is None else see(given[place])
+        if value is None:
+            return None
+        given[place] = value
+        return tuple(given[n] for n in range(len(arguments))), {name: given[name] for name in keywords}
 
     return module.register_forward_pre_hook(hook, prepend=first, with_kwargs=True)
 

@@ -84,6 +84,43 @@ def test_a_second_reader_makes_a_site_fail(zoo: Callable[[str], Path]) -> None:
     assert found.residual > 100 * TOLERANCE
 
 
+def test_a_site_fails_where_all_outputs_of_a_block_lie_in_one_place(zoo: Callable[[str], Path]) -> None:
+    block, run, hidden = _block(zoo("llama"))
+    place = torch.empty_like(hidden)
+    missing_one = FoldSite("norm", "post_attention_layernorm", ("mlp.gate_proj",), torch.arange(64))
+    (found,) = check_closure(
+        block, [missing_one], lambda sample: place.copy_(run(sample)), hidden, torch.Generator().manual_seed(1)
+    )
+    assert found.residual > 100 * TOLERANCE
+
+
+class _Routed(nn.Module):
+    """A block whose last two linears see only tokens that are large in the first channel of a linear before them."""
+
+    def __init__(self, threshold: float) -> None:
+        super().__init__()
+        self.threshold = threshold
+        self.first, self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mixed = self.first(hidden)
+        output = hidden + mixed
+        chosen = mixed[..., 0] > self.threshold
+        if chosen.any():
+            output[chosen] += self.down(self.up(mixed[chosen]))
+        return output
+
+
+@pytest.mark.parametrize("quantile", [0.5, 0.9, 0.99])
+def test_a_linear_to_which_other_tokens_are_routed_than_before_is_fed_by_nothing(quantile: float) -> None:
+    torch.manual_seed(0)
+    block, hidden = _Routed(0.0), torch.randn(1, 64, 16)
+    with torch.no_grad():
+        block.threshold = block.first(hidden)[..., 0].quantile(quantile).item()
+        sites = discover_fold_sites(block, block, hidden)
+    assert [(site.producer, site.consumers) for site in sites] == [("up", ("down",))]
+
+
 def test_the_check_leaves_every_weight_as_it_was(zoo: Callable[[str], Path]) -> None:
     block, run, hidden = _block(zoo("qwen2"))
     before = {name: tensor.clone() for name, tensor in block.named_parameters()}

@@ -1,5 +1,7 @@
 """Hooks that see what a module reads and are gone after a run, and tensors known by their place."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -22,15 +24,22 @@ def test_what_a_module_reads_is_seen_by_position_and_by_name() -> None:
     assert seen == [3, 5, 6]
 
 
-def test_a_module_that_takes_anything_reads_what_it_is_called_with_first() -> None:
+def test_what_is_read_is_the_first_tensor_whatever_the_module_takes_beside_it() -> None:
     class Anything(nn.Module):
-        def forward(self, *arguments: int, **named: int) -> int:
-            return sum(arguments) + sum(named.values())
+        def forward(self, *arguments: Any, adapter: Any = None, **named: Any) -> Any:
+            return arguments, adapter, named
 
     module, seen = Anything(), []
+    one, other = torch.tensor(1), torch.tensor(2)
     with hooked([on_read(module, seen.append)]):
-        assert [module(1, 2), module(one=3, other=4), module()] == [3, 7, 0]
-    assert seen == [1, 3]
+        module(one, other)
+        module(None, other)
+        module(adapter=None, x=one, y=other)
+        module("no", tensor="at all")
+    assert [int(value) for value in seen] == [1, 2, 1]
+    with hooked([on_read(module, lambda value: value + 5)]):
+        assert module(None, one, x=other) == ((None, 6), None, {"x": 2})
+        assert module(adapter=None, x=one, y=other) == ((), None, {"x": 6, "y": 2})
 
 
 def test_what_a_watcher_returns_is_read_in_place_of_what_was_given() -> None:

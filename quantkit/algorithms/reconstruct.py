@@ -64,7 +64,8 @@ def learn_rounding(
             left = 1 - step / steps
             with torch.no_grad():
                 for place, speed in zip(codes, velocity, strict=True):
-                    assert place.grad is not None
+                    if place.grad is None:  # no token of this batch came here
+                        continue
                     speed.mul_(_MOMENTUM).add_(place.grad)
                     place.sub_(speed.sign(), alpha=rate * left)
                     place.grad = None

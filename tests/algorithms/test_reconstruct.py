@@ -67,6 +67,23 @@ def test_a_start_that_is_not_beaten_is_kept() -> None:
     assert all(torch.equal(learned.tensors[name].codes, tensor.codes) for name, tensor in start.items())
 
 
+def test_a_linear_that_few_batches_reach_is_trained_on_those_and_one_that_none_reaches_stays() -> None:
+    weights, inputs = _problem()
+    weights["never"] = weights["second"].clone()
+    tensors = {name: rtn_quantize(weight, QuantScheme(3, "group", 8)) for name, weight in weights.items()}
+
+    def loss(candidates: dict[str, torch.Tensor], batch: int) -> torch.Tensor:
+        routed = candidates if batch == 2 else candidates | {"second": weights["second"]}
+        return (_block(routed, inputs[batch]) - _block(weights, inputs[batch])).square().mean()
+
+    learned = learn_rounding(weights, tensors, loss, BATCHES, steps=60, generator=torch.Generator().manual_seed(1))
+    assert learned.loss_after < learned.loss_before
+    moved = {name: int((learned.tensors[name].codes != tensor.codes).sum()) for name, tensor in tensors.items()}
+    assert moved["never"] == 0
+    assert moved["second"] > 0
+    assert torch.equal(learned.tensors["never"].scales, tensors["never"].scales)
+
+
 def test_one_scale_for_a_tensor_stays_one() -> None:
     learned, _ = _learn(QuantScheme(4, "tensor"), steps=20)
     assert all(len(tensor.scales.unique()) == 1 for tensor in learned.tensors.values())
