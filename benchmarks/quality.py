@@ -50,6 +50,7 @@ class Case:
 
 
 _MINMAX = "passes=[{gptq: {scales: minmax, sweeps: 0}}]"
+_BY_LOSS = "passes=[{awq: {n_grid: 10}}, {gptq: {objective: model}}]"
 _SEARCHED = "passes=[{gptq: {sweeps: 0}}]"
 _PUBLISHED = "passes=[{awq: {scales: minmax, n_grid: 20}}, {rtn: {scales: clipped}}]"
 CASES = [
@@ -62,7 +63,9 @@ CASES = [
     Case("awq-g64", "awq-g64"),
     Case("awq g64 zp, as published", "awq-g64", 32, (_PUBLISHED,)),
     Case("awq-gptq-g64, 32", "awq-gptq-g64"),
+    Case("awq-gptq g64 zp by loss, 32", "awq-gptq-g64", 32, (_BY_LOSS,)),
     Case("awq-gptq-g64", "awq-gptq-g64", 128),
+    Case("awq-gptq g64 zp by loss", "awq-gptq-g64", 128, (_BY_LOSS,)),
     Case("awq-gptq-signround-g64", "awq-gptq-signround-g64", 128),
     Case("awq-gptq-signround g64 symmetric", "awq-gptq-signround-g64", 128, ("weights.symmetric=true",)),
     Case("awq-gptq g64 symmetric", "awq-gptq-g64", 128, ("weights.symmetric=true",)),

@@ -28,6 +28,7 @@ from quantkit.live import LiveModel, batches
 from quantkit.manifest import FallbackRecord, FoldRecord, OutputError
 from quantkit.passes import QUANTISERS, REFINERS, TRANSFORMS, Chosen
 from quantkit.plan import Plan, Quantised
+from quantkit.sensitivity import Felt, feel
 from quantkit.sequential import OutOfStepError, reading_order, run_in_step
 from quantkit.sink import Sink
 from quantkit.stats import collect, linears_of, summed
@@ -48,7 +49,8 @@ class _Block:
     """One live block at work. layers, stats: by name in the block; stats change as folds move scales.
 
     size: of each layer, the squared output. before: the squared error of it as the source has it, rounded to nearest,
-    over that output. exact: float weights of layers that are quantised already.
+    over that output. exact: float weights of layers that are quantised already. felt: what the loss of the source feels
+    at outputs of layers, where the recipe asks for it; changes as folds move scales.
     """
 
     name: str
@@ -58,6 +60,7 @@ class _Block:
     size: dict[str, float] = field(default_factory=dict)
     before: dict[str, float] = field(default_factory=dict)
     exact: dict[str, torch.Tensor] = field(default_factory=dict)
+    felt: dict[str, Felt] = field(default_factory=dict)
 
     def calibrate(self, part: str, stats: CalibrationStats) -> None:
         """Take the statistics of a layer that is as the source has it."""
@@ -91,7 +94,7 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
     live = LiveModel(plan.checkpoint, scratch=sink.writer.directory)
     if sink.blocks == len(live.blocks):
         return
-    loop = _Loop(plan, sink, live, live.start(ids, short=_PROOF_TOKENS))
+    loop = _Loop(plan, sink, live, ids)
     done = sink.blocks
     for index in range(len(live.blocks)):
         if index < done:
@@ -104,8 +107,9 @@ def quantise_blocks(plan: Plan, ids: torch.Tensor, sink: Sink) -> None:
 class _Loop:
     """What goes from block to block. hidden: what the next block is given, `[samples, length, hidden]`."""
 
-    def __init__(self, plan: Plan, sink: Sink, live: LiveModel, hidden: torch.Tensor) -> None:
+    def __init__(self, plan: Plan, sink: Sink, live: LiveModel, ids: torch.Tensor) -> None:
         assert plan.recipe.calibration is not None
+        hidden = live.start(ids, short=_PROOF_TOKENS)
         self._plan, self._sink, self._live, self._hidden = plan, sink, live, hidden
         self._by_module = {layer.module: layer for layer in plan.quantised}
         self._folding, self._refining = _Folding(plan, sink, live), _Refining(plan, live, hidden)
@@ -113,13 +117,21 @@ class _Loop:
         for kind, state in sink.generators.items():
             set_generator(self._generators[kind], state)
         self._reduced = partial(_reduced, wanted=plan.recipe.calibration.dtype == "bfloat16")
+        self._felt = self._feel(ids) if _by_loss(plan) else [{} for _ in live.blocks]
         # Folds need the statistics of a whole block first, and so do refiners.
-        self._in_step = len(plan.recipe.steps) == 1 and _held_bytes(hidden, self._by_module) <= _LARGEST_HELD
+        self._in_step = (
+            len(plan.recipe.steps) == 1 and not _by_loss(plan) and _held_bytes(hidden, self._by_module) <= _LARGEST_HELD
+        )
 
     def _load(self, index: int) -> _Block:
         name = f"{self._live.prefix}.{index}"
         layers = {m.removeprefix(f"{name}."): one for m, one in self._by_module.items() if m.startswith(f"{name}.")}
-        return _Block(name, self._live.load(index), layers)
+        felt = {part: one for part, one in self._felt[index].items() if part in layers}
+        return _Block(name, self._live.load(index), layers, felt=felt)
+
+    def _feel(self, ids: torch.Tensor) -> list[dict[str, Felt]]:
+        generator = torch.Generator().manual_seed(_SEED)
+        return feel(self._live, ids, self._hidden, self._reduced, generator)
 
     def restore(self, index: int) -> None:
         """Run all samples through a block as an earlier run has written it."""
@@ -227,8 +239,14 @@ def _read_back(work: _Block, sink: Sink, live: LiveModel) -> None:
 def _statistics(
     work: _Block, run: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
 ) -> dict[str, CalibrationStats]:
+    order = reading_order(work.module, work.layers, run, hidden[:1, :_PROOF_TOKENS]) if work.felt else []
+    counts: dict[str, torch.Tensor] = {}
+    for parts in order:
+        felt = [work.felt[part].weights() for part in parts if part in work.felt]
+        if len(felt) == len(parts):  # one Gram matrix for all that read one input
+            counts |= dict.fromkeys(parts, torch.stack(felt).mean(0))
     with _naming(work.name):
-        shared = collect(work.module, work.layers, run, batches(hidden))
+        shared = collect(work.module, work.layers, run, batches(hidden), counts)
     return {part: found.stats for found in shared for part in found.names}
 
 
@@ -373,6 +391,10 @@ class _Folding:
             moved = stats.scaled(factors)
             for consumer in site.consumers:
                 work.stats[consumer] = moved
+            if site.kind == "linear" and site.producer in work.felt:
+                felt = work.felt[site.producer]
+                rows = torch.ones(len(work.weight(site.producer))).index_copy(0, site.channel, factors)
+                work.felt[site.producer] = felt.scaled(rows)
             if site.producer in work.layers:
                 # Its rows, and so its outputs, were divided: errors are relative to what it puts out now.
                 work.size[site.producer] = _squared(work.weight(site.producer), work.stats[site.producer]) or 1.0
@@ -464,20 +486,22 @@ def _quantise(plan: Plan, work: _Block, parts: Iterable[str]) -> dict[str, Chose
     # The widest first: it takes longest.
     teams = sorted(_teams(work, parts), key=lambda team: -work.weight(team[0]).shape[1])
 
-    def prepare(team: list[str]) -> Any:
-        with _naming(f"{work.name}.{team[0]}"):
-            return quantiser.prepare(work.stats[team[0]], parsed)
+    def prepare(part: str) -> Any:
+        with _naming(f"{work.name}.{part}"):
+            return quantiser.prepare(work.stats[part], parsed)
 
     def choose(team: list[str], prepared: Any, rows: torch.Tensor) -> Chosen:
         with _naming(f"{work.name}.{team[0]}"):
-            return quantiser.run(rows, work.layers[team[0]].scheme, prepared, parsed)
+            outputs = work.felt[team[0]].grams if team[0] in work.felt else ()
+            return quantiser.run(rows, work.layers[team[0]].scheme, prepared, parsed, outputs)
 
     with _single_threaded(), ThreadPoolExecutor(os.cpu_count()) as pool:
-        ready = pool.map(prepare, teams)
-        jobs = [
-            [pool.submit(choose, team, prepared, rows) for rows in _pieces(work, team)]
-            for team, prepared in zip(teams, ready, strict=True)
-        ]
+        inputs = {id(work.stats[team[0]]): team[0] for team in teams}
+        ready = {key: pool.submit(prepare, part) for key, part in inputs.items()}
+        jobs = []
+        for team in teams:
+            prepared = ready[id(work.stats[team[0]])].result()
+            jobs.append([pool.submit(choose, team, prepared, rows) for rows in _pieces(work, team)])
         found: dict[str, Chosen] = {}
         for team, pieces in zip(teams, jobs, strict=True):
             whole = Chosen.join([piece.result() for piece in pieces])
@@ -488,7 +512,8 @@ def _quantise(plan: Plan, work: _Block, parts: Iterable[str]) -> dict[str, Chose
 def _pieces(work: _Block, team: list[str]) -> tuple[torch.Tensor, ...]:
     """The rows of a team's weights, in as many pieces as are large enough to be quantised side by side."""
     rows = torch.cat([work.weight(part) for part in team])
-    together = work.layers[team[0]].scheme.granularity == "tensor"  # all rows share a scale
+    # All rows share a scale, or make up for each other.
+    together = work.layers[team[0]].scheme.granularity == "tensor" or team[0] in work.felt
     return rows.split(len(rows) if together else _PIECE_ROWS)
 
 
@@ -507,12 +532,18 @@ def _write(plan: Plan, work: _Block, chosen: dict[str, Chosen], sink: Sink) -> N
         work.replace(part, dequantize(plan.format.unpack(stored, layer.scheme)))
 
 
+def _by_loss(plan: Plan) -> bool:
+    """Whether the recipe's quantiser asks what the loss of the model feels."""
+    name, options = plan.recipe.quantiser
+    return QUANTISERS[name].felt(QUANTISERS[name].options.model_validate(options))
+
+
 def _teams(work: _Block, parts: Iterable[str]) -> list[list[str]]:
     """Layers that read one input in one scheme are quantised as one weight, for rows are independent of each other."""
     teams: dict[tuple[int, QuantScheme, str], list[str]] = {}
     for part in parts:
         layer = work.layers[part]
-        alone = part if layer.scheme.granularity == "tensor" else ""  # its rows share a scale
+        alone = part if layer.scheme.granularity == "tensor" or part in work.felt else ""  # its rows need each other
         teams.setdefault((id(work.stats[part]), layer.scheme, alone), []).append(part)
     return list(teams.values())
 

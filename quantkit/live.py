@@ -4,7 +4,8 @@ The first pass runs the base model with every block replaced by a recorder. It g
 block, and for each block the other arguments that the model hands it (masks, rotary tables), whatever they are called.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from quantkit.blocks import build_skeleton, find_blocks, map_names
-from quantkit.checkpoint import Checkpoint
+from quantkit.checkpoint import Checkpoint, quiet_transformers
 from quantkit.errors import CheckpointError, NumericsError
 from quantkit.loading import fill_parameters
 from quantkit.spill import float_table
@@ -105,9 +106,39 @@ class LiveModel:
         self._arguments[ids.shape[0], ids.shape[1]] = records
         return given[0]
 
+    def table(self, *shape: int) -> torch.Tensor:
+        """Room for float32 values, uninitialised, where hidden states may lie."""
+        return float_table(shape, self._scratch)
+
+    @contextmanager
+    def head(self) -> Iterator[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+        """Inside, what comes behind the blocks has weights.
+
+        Gives the function from token ids `[n, length]` and hidden states after the last block `[n, length, hidden]` to
+        logits `[n, length, vocabulary]`, differentiable in the hidden states.
+        """
+        missing = fill_parameters(self.model, self._entries.get("", {}), self.checkpoint.name)
+        with quiet_transformers():
+            self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
+        originals = [block.forward for block in self.blocks]
+
+        def logits(ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+            self.blocks[-1].forward = lambda *_, **__: hidden
+            found: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
+            return found
+
+        try:
+            for block in self.blocks:
+                block.forward = _recorder([], [])
+            yield logits
+        finally:
+            for block, forward in zip(self.blocks, originals, strict=True):
+                block.forward = forward
+            self._free_rest()
+
     def another(self, hidden: torch.Tensor) -> torch.Tensor:
         """A copy of hidden states that may lie where they lie."""
-        return float_table(tuple(hidden.shape), self._scratch).copy_(hidden)
+        return self.table(*hidden.shape).copy_(hidden)
 
     def load(self, index: int) -> nn.Module:
         """Block `index` with its weights."""
@@ -146,7 +177,7 @@ class LiveModel:
 
     def _free_rest(self) -> None:
         """Embeddings and head are not needed after the first pass; small buffers stay."""
-        for name, parameter in list(self.model.named_parameters()):
+        for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):  # tied ones too
             if not name.startswith(self.prefix + ".") and not parameter.is_meta:
                 parent, _, leaf = name.rpartition(".")
                 setattr(self.model.get_submodule(parent), leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))

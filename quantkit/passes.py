@@ -6,12 +6,15 @@ codes; a refiner, for a whole block, for better ones. Weights are `[out, in]` in
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
 
+from quantkit.affine import choose_qparams, dequantize
 from quantkit.algorithms.awq import clip, search_clip, search_scales
+from quantkit.algorithms.feedback import output_errors, round_in_turn
 from quantkit.algorithms.gptq import NotPositiveDefinite, Prepared, coordinate_descent, gptq_quantize, prepare_hessian
 from quantkit.algorithms.reconstruct import Learned, Loss, learn_rounding
 from quantkit.algorithms.rtn import rtn_quantize
@@ -39,7 +42,8 @@ class GptqOptions(Strict):
 
     damp: fraction of the mean diagonal added to H. act_order: columns by descending diagonal, groups static. scales:
     from the range of each group, or searched on the diagonal of H. sweeps: of coordinate descent on codes and scales
-    afterwards, 0 for none.
+    afterwards, 0 for none. objective: the squared error of each layer's own output, or what that does to the
+    predictions of the model.
     """
 
     damp: Annotated[float, Field(gt=0, le=10)] = 0.1
@@ -47,6 +51,7 @@ class GptqOptions(Strict):
     act_order: Literal["none", "static"] = "static"
     scales: Literal["minmax", "searched"] = "searched"
     sweeps: Annotated[int, Field(ge=0)] = 1
+    objective: Literal["layer", "model"] = "layer"
 
 
 class SignroundOptions(Strict):
@@ -113,13 +118,16 @@ class Scaled:
 class Quantiser:
     """A step that turns a float weight into codes. calibrated: whether it needs statistics with these options.
 
-    prepare: of the statistics, what all rows of all weights of one input need alike. run: codes for any run of rows.
+    prepare: of the statistics, what all rows of all weights of one input need alike. run: codes for any run of rows;
+    or, where felt says that these options ask for it, for all rows of one weight, given what the model's loss feels at
+    runs of its outputs (`[n, n]` each).
     """
 
     options: type[Strict]
     prepare: Callable[[CalibrationStats | None, Any], Any]
-    run: Callable[[torch.Tensor, QuantScheme, Any, Any], Chosen]
+    run: Callable[[torch.Tensor, QuantScheme, Any, Any, Sequence[torch.Tensor]], Chosen]
     calibrated: Callable[[Any], bool]
+    felt: Callable[[Any], bool]
 
 
 @dataclass(frozen=True)
@@ -138,7 +146,13 @@ class Transform:
     run: Callable[[Sequence[torch.Tensor], QuantScheme, CalibrationStats, torch.Tensor, Any], Scaled]
 
 
-def _rtn(weight: torch.Tensor, scheme: QuantScheme, stats: CalibrationStats | None, options: RtnOptions) -> Chosen:
+def _rtn(
+    weight: torch.Tensor,
+    scheme: QuantScheme,
+    stats: CalibrationStats | None,
+    options: RtnOptions,
+    outputs: Sequence[torch.Tensor],  # noqa: ARG001 - as all quantisers
+) -> Chosen:
     if options.scales == "minmax":
         return Chosen(rtn_quantize(weight, scheme))
     assert stats is not None
@@ -161,22 +175,61 @@ def _prepare_gptq(stats: CalibrationStats | None, options: GptqOptions) -> tuple
 
 
 def _gptq(
-    weight: torch.Tensor, scheme: QuantScheme, ready: tuple[Prepared, torch.Tensor, float], options: GptqOptions
+    weight: torch.Tensor,
+    scheme: QuantScheme,
+    ready: tuple[Prepared, torch.Tensor, float],
+    options: GptqOptions,
+    outputs: Sequence[torch.Tensor],
 ) -> Chosen:
     prepared, diagonal, damp = ready
     searched = options.scales == "searched"
-    scales, zeros = search_qparams(weight, diagonal, scheme) if searched else (None, None)
-    result = gptq_quantize(weight, prepared, scheme, block_size=options.block_size, scales=scales, zeros=zeros)
-    tensor = result.tensor
-    if options.sweeps:
-        tensor = coordinate_descent(weight, prepared, tensor, sweeps=options.sweeps)
+    scales, zeros = search_qparams(weight, diagonal, scheme) if searched else choose_qparams(weight, scheme)
+
+    def quantise(values: torch.Tensor, rows: torch.Tensor) -> QuantizedTensor:
+        given = None if zeros is None else zeros[rows]
+        found = gptq_quantize(
+            values, prepared, scheme, block_size=options.block_size, scales=scales[rows], zeros=given
+        ).tensor
+        return coordinate_descent(values, prepared, found, sweeps=options.sweeps) if options.sweeps else found
+
+    tensor = quantise(weight, torch.arange(len(weight)))
+    if outputs and scheme.granularity != "tensor":
+        tensor = _in_turn(weight, tensor, prepared.damped, outputs, quantise)
+    dead = int(prepared.dead.sum())
     notes, raised = [], None
     if damp != options.damp:
         raised = f"damping raised from {options.damp:g} to {damp:g}: the Hessian was not positive definite"
         notes.append(raised)
-    if result.dead_channels:
-        notes.append(f"{result.dead_channels} input channels never active in calibration: rounded to nearest")
+    if dead:
+        notes.append(f"{dead} input channels never active in calibration: rounded to nearest")
     return Chosen(tensor, damp, tuple(notes), raised)
+
+
+def _in_turn(
+    weight: torch.Tensor,
+    alone: QuantizedTensor,
+    hessian: torch.Tensor,
+    outputs: Sequence[torch.Tensor],
+    quantise: Callable[[torch.Tensor, torch.Tensor], QuantizedTensor],
+) -> QuantizedTensor:
+    """Rows rounded in turn, run of outputs by run, and those of `alone` where the loss feels that no less."""
+    numbers = torch.arange(len(weight)).split([len(gram) for gram in outputs])
+    parts = []
+    for gram, rows, kept in zip(outputs, numbers, alone.split([len(gram) for gram in outputs]), strict=True):
+        values = weight[rows]
+        turned = round_in_turn(values, gram, partial(_shifted, quantise, int(rows[0])))
+        losses = [output_errors(values - dequantize(one), hessian, gram) for one in (turned, kept)]
+        parts.append(turned if losses[0] < losses[1] else kept)
+    return QuantizedTensor.join(parts)
+
+
+def _shifted(
+    quantise: Callable[[torch.Tensor, torch.Tensor], QuantizedTensor],
+    first: int,
+    values: torch.Tensor,
+    rows: torch.Tensor,
+) -> QuantizedTensor:
+    return quantise(values, rows + first)
 
 
 def _awq(
@@ -239,8 +292,10 @@ def shared_mean(values: torch.Tensor, channel: torch.Tensor) -> torch.Tensor:
 
 
 QUANTISERS: dict[str, Quantiser] = {
-    "rtn": Quantiser(RtnOptions, lambda stats, _: stats, _rtn, lambda options: options.scales != "minmax"),
-    "gptq": Quantiser(GptqOptions, _prepare_gptq, _gptq, lambda _: True),
+    "rtn": Quantiser(
+        RtnOptions, lambda stats, _: stats, _rtn, lambda options: options.scales != "minmax", lambda _: False
+    ),
+    "gptq": Quantiser(GptqOptions, _prepare_gptq, _gptq, lambda _: True, lambda options: options.objective == "model"),
 }
 
 TRANSFORMS: dict[str, Transform] = {

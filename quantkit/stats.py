@@ -1,6 +1,6 @@
 """Calibration statistics of one live block: gathered by hooks while samples run, one set for each shared input."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -38,12 +38,18 @@ def linears_of(block: nn.Module) -> dict[str, nn.Linear]:
 
 
 def collect(
-    block: nn.Module, names: Iterable[str], run: Callable[[torch.Tensor], torch.Tensor], samples: Iterable[torch.Tensor]
+    block: nn.Module,
+    names: Iterable[str],
+    run: Callable[[torch.Tensor], torch.Tensor],
+    samples: Iterable[torch.Tensor],
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> list[SharedInput]:
     """Run `samples` through the block and sum what its linears `names` read.
 
     Linears whose input is one tensor share one set of sums. Samples hold no padding, so every token counts. A run ends
-    where all linears have read their input. Raises NumericsError naming the linear whose input is not finite.
+    where all linears have read their input. weights: of linears that read every token of a sample once, how much each
+    token of all samples counts in the Gram matrix, with mean one. Raises NumericsError naming the linear whose input is
+    not finite.
     """
     modules = {name: module for name, module in linears_of(block).items() if name in set(names)}
     leader_of: dict[str, str] = {}
@@ -54,6 +60,7 @@ def collect(
     # The calls of one run; whether a run before called every linear, each once, so that none comes after the last.
     calls: list[str] = []
     simple = False
+    counts, start = weights or {}, 0
 
     def watch(name: str, value: torch.Tensor) -> None:
         if len(leader_of) < len(modules):  # an expert may be reached by a later sample only
@@ -62,7 +69,8 @@ def collect(
             if leader_of.setdefault(name, leader_of.get(first, first)) == name and name not in sums:
                 sums[name] = _Sums(name, value.shape[-1])
         if leader_of[name] == name:
-            sums[name].add(value)
+            counted = counts[name][start : start + value.shape[:-1].numel()] if name in counts else None
+            sums[name].add(value, counted)
         calls.append(name)
         if simple and len(calls) == len(modules):
             raise _AllRead
@@ -71,6 +79,7 @@ def collect(
         for sample in samples:
             with suppress(_AllRead):
                 run(sample)
+            start += sample.shape[:-1].numel()
             simple = sorted(calls) == sorted(modules)
             for record in (seen, alive, calls):
                 record.clear()
@@ -111,28 +120,37 @@ class _Sums:
         self._tokens = 0
         self._kept: list[torch.Tensor] = []
         self._waiting = torch.empty(_PRODUCT_ROWS, width)
+        self._counts: torch.Tensor | None = None
         self._filled = 0
 
-    def add(self, value: torch.Tensor) -> None:
+    def add(self, value: torch.Tensor, counts: torch.Tensor | None = None) -> None:
+        """Add the rows of `value` `[..., in]`, which count so much each in the Gram matrix; all alike by default."""
         rows = value.reshape(-1, value.shape[-1])
         missing = _KEPT_TOKENS - sum(len(part) for part in self._kept)
         if missing > 0:
             # A spread of positions, not the first ones: those are unlike all others.
             self._kept.append(rows[:: max(1, min(16, len(rows) // 32))][:missing].float())
-        for part in rows.split(_PRODUCT_ROWS):
+        if counts is not None and self._counts is None:
+            self._counts = torch.ones(_PRODUCT_ROWS)
+        for first in range(0, len(rows), _PRODUCT_ROWS):
+            part = rows[first : first + _PRODUCT_ROWS]
             if self._filled + len(part) > _PRODUCT_ROWS:
                 self._flush()
-            self._waiting[self._filled : self._filled + len(part)] = part
+            place = slice(self._filled, self._filled + len(part))
+            self._waiting[place] = part
+            if counts is not None and self._counts is not None:
+                self._counts[place] = counts[first : first + _PRODUCT_ROWS]
             self._filled += len(part)
 
     def _flush(self) -> None:
         """Add the waiting rows to the sums; of their products only tiles on and above the diagonal."""
         rows = self._waiting[: self._filled]
+        counted = rows if self._counts is None else rows * self._counts[: self._filled].sqrt().unsqueeze(1)
         # The block may run in bfloat16; its statistics do not.
         with torch.autocast("cpu", enabled=False):
             for start in range(0, rows.shape[1], _TILE):
                 end = start + _TILE
-                self._gram[start:end, start:] += rows[:, start:end].T @ rows[:, start:]
+                self._gram[start:end, start:] += counted[:, start:end].T @ counted[:, start:]
         magnitude = rows.abs_()  # they are not read again
         largest = magnitude.amax(0)
         # Sums of squares must fit: NaN, infinity and overflow all fail this.

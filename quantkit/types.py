@@ -107,6 +107,11 @@ class QuantizedTensor:
         parts = zip(self.codes.split(rows), self.scales.split(rows), zeros, strict=True)
         return [QuantizedTensor(codes, scales, zero, self.scheme) for codes, scales, zero in parts]
 
+    def rows(self, order: torch.Tensor) -> "QuantizedTensor":
+        """The tensor of the output rows with the numbers `order`, in that order."""
+        zeros = None if self.zeros is None else self.zeros[order]
+        return QuantizedTensor(self.codes[order], self.scales[order], zeros, self.scheme)
+
     @classmethod
     def join(cls, parts: "list[QuantizedTensor]") -> "QuantizedTensor":
         """The tensor of all rows of `parts`, which have one scheme."""

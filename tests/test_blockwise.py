@@ -385,3 +385,44 @@ def test_errors_are_measured_in_float32_where_a_block_runs_in_bfloat16(
     _convert(zoo("llama"), tmp_path / "a", recipe, ["calibration.dtype=bfloat16"])
     assert len(reduced) > 14
     assert not any(reduced)
+
+
+_BY_LOSS = "passes=[{awq: {n_grid: 4}}, {gptq: {objective: model}}]"
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_what_the_loss_feels_is_of_use_on_every_architecture(
+    name: str, zoo: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings = ["weights.bits=3", "calibration.dtype=float32"]
+    alone = _convert(zoo(name), tmp_path / "alone", "awq-gptq-g64", [*settings, "passes=[{awq: {n_grid: 4}}, gptq]"])
+    felt = _convert(zoo(name), tmp_path / "felt", "awq-gptq-g64", [*settings, _BY_LOSS])
+    assert verify(tmp_path / "felt") == []
+    assert felt.totals.bits_per_weight == alone.totals.bits_per_weight
+    assert _convert(zoo(name), tmp_path / "again", "awq-gptq-g64", [*settings, _BY_LOSS]) == felt
+    # On the tokens of the calibration, with some leeway: random weights say little; docs/quality.md has real ones.
+    with torch.no_grad():
+        base = load_checkpoint(open_checkpoint(str(zoo(name))))(IDS).logits.log_softmax(-1)
+        kl = {
+            kind: (base.exp() * (base - load_artifact(tmp_path / kind)(IDS).logits.log_softmax(-1))).sum(-1).mean()
+            for kind in ("alone", "felt")
+        }
+    assert kl["felt"] < 1.05 * kl["alone"] or not felt.layers  # a model of Conv1D stays as it is
+
+
+@pytest.mark.parametrize("weights", ["{bits: 4, granularity: channel}", "{bits: 8, granularity: tensor}"])
+def test_what_the_loss_feels_goes_with_every_granularity(
+    weights: str, zoo: Callable[[str], Path], tmp_path: Path
+) -> None:
+    settings = [f"weights={weights}", "passes=[{gptq: {objective: model}}]", "group_fallback=[]"]
+    assert _convert(zoo("llama"), tmp_path / "a", "gptq-g64", settings).layers
+    assert verify(tmp_path / "a") == []
+
+
+def test_what_the_loss_feels_of_a_block_without_gradient_is_one_line_that_names_it(
+    zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda mlp, x: forward(mlp, x) + mlp.gate_proj(x).exp_().sigmoid_().sum())
+    with pytest.raises(CheckpointError, match=r"model.layers.1: no gradient passes this block: .*inplace.*leave"):
+        _convert(zoo("llama"), tmp_path / "a", "awq-gptq-g64", [_BY_LOSS])

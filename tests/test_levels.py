@@ -17,13 +17,13 @@ LEVELS: list[list[str]] = [
     # algorithms: tensors in, tensors out. rtn, search and smoothquant stand alone; gptq uses search; awq uses both.
     ["algorithms.rtn", "algorithms.search", "algorithms.smoothquant"],
     ["algorithms.gptq", "algorithms.reconstruct"],
-    ["algorithms.awq"],
+    ["algorithms.awq", "algorithms.feedback"],
     # the source: files, structure, text, statistics
     ["tensorfile", "ggufheader", "stats"],
     ["checkpoint", "fold"],
     ["blocks", "loading", "material"],
     ["live", "texts"],
-    ["tokens", "chat"],
+    ["tokens", "chat", "sensitivity"],
     ["formats.base"],
     ["formats.compressed_tensors"],
     ["formats.int_quantized"],

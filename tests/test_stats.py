@@ -60,6 +60,21 @@ def test_sums_in_several_pieces_and_tiles_are_those_in_one(block: _Block, monkey
     assert pieces.tokens == whole.tokens
 
 
+def test_tokens_count_in_the_gram_matrix_as_often_as_they_are_said_to(
+    block: _Block, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stats, "_PRODUCT_ROWS", 5)  # a sample has 7 rows
+    samples, counts = _samples(4), torch.rand(28, generator=torch.Generator().manual_seed(1)) * 3
+    rows = torch.cat(samples).reshape(-1, 6)
+    shared = collect(block, ["left", "right", "out"], block, samples, {"left": counts, "right": counts})
+    plain = _collect(block, samples)
+    counted, other = (part.stats for part in shared)
+    torch.testing.assert_close(counted.gram, (rows.T @ (rows * counts.unsqueeze(1))).double(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(counted.abs_sum, plain["left"].abs_sum)
+    assert torch.equal(counted.samples, plain["left"].samples)
+    assert torch.equal(other.gram, plain["out"].gram)
+
+
 def test_inputs_handed_over_one_by_one_have_the_sums_that_a_run_gathers(block: _Block) -> None:
     samples = _samples(4)
     found, gathered = summed("left", iter(samples)), _collect(block, samples)["left"]
