@@ -48,6 +48,8 @@ class LiveModel:
             self._entries.setdefault(self._part_of(targets[name].parameter), {})[name] = entry
         # By batch size and length: masks and rotary tables have both.
         self._arguments: dict[tuple[int, int], list[_Arguments]] = {}
+        # How many things the block that ran last puts out in a tuple; 0 for a bare tensor.
+        self._outputs = 0
 
     def _part_of(self, parameter: str) -> str:
         """The block prefix that a parameter belongs to, or the empty string."""
@@ -115,7 +117,7 @@ class LiveModel:
         """Inside, what comes behind the blocks has weights.
 
         Gives the function from token ids `[n, length]` and hidden states after the last block `[n, length, hidden]` to
-        logits `[n, length, vocabulary]`, differentiable in the hidden states.
+        logits `[n, length, vocabulary]`, differentiable in the hidden states. The last block must have run.
         """
         missing = fill_parameters(self.model, self._entries.get("", {}), self.checkpoint.name)
         with quiet_transformers():
@@ -123,13 +125,14 @@ class LiveModel:
         originals = [block.forward for block in self.blocks]
 
         def logits(ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-            self.blocks[-1].forward = lambda *_, **__: hidden
+            output = (hidden, *[None] * (self._outputs - 1)) if self._outputs else hidden
+            self.blocks[-1].forward = lambda *_, **__: output
             found: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
             return found
 
         try:
             for block in self.blocks:
-                block.forward = _recorder([], [])
+                block.forward = _pass_on
             yield logits
         finally:
             for block, forward in zip(self.blocks, originals, strict=True):
@@ -168,6 +171,7 @@ class LiveModel:
         given = hidden.clone()  # a block may write into what it is given
         with torch.set_grad_enabled(weights is not None):
             output = functional_call(self.blocks[index], weights or {}, (given, *arguments), keywords)
+        self._outputs = len(output) if isinstance(output, tuple) else 0
         return output[0] if isinstance(output, tuple) else output
 
     def advance(self, index: int, hidden: torch.Tensor) -> None:
@@ -186,6 +190,12 @@ class LiveModel:
 def batches(table: torch.Tensor) -> Iterator[torch.Tensor]:
     """Views of `[samples, length, ...]` over its samples in turn, each of about `_BATCH_TOKENS` tokens."""
     return iter(table.split(max(1, _BATCH_TOKENS // table.shape[1])))
+
+
+def _pass_on(*arguments: Any, **keywords: Any) -> torch.Tensor:
+    """A stand-in for a block's forward that does nothing."""
+    given: torch.Tensor = arguments[0] if arguments else keywords["hidden_states"]
+    return given
 
 
 def _recorder(given: list[torch.Tensor], records: list[_Arguments]) -> Any:

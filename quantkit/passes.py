@@ -217,7 +217,10 @@ def _in_turn(
     parts = []
     for gram, rows, kept in zip(outputs, numbers, alone.split([len(gram) for gram in outputs]), strict=True):
         values = weight[rows]
-        turned = round_in_turn(values, gram, partial(_shifted, quantise, int(rows[0])))
+        try:
+            turned = round_in_turn(values, gram, partial(_shifted, quantise, int(rows[0])))
+        except NotPositiveDefinite:  # gradients so small that their squares underflow
+            turned = kept
         losses = [output_errors(values - dequantize(one), hessian, gram) for one in (turned, kept)]
         parts.append(turned if losses[0] < losses[1] else kept)
     return QuantizedTensor.join(parts)

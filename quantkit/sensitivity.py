@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from quantkit.errors import CheckpointError, first_line
+from quantkit.errors import CheckpointError, NumericsError, first_line
 from quantkit.live import LiveModel, batches
 from quantkit.stats import linears_of
 
@@ -63,7 +63,8 @@ def feel(
     """For each block, by name in it, the linears that read every token of a sample once.
 
     ids `[samples, length]`; hidden `[samples, length, hidden]`, as `live.start` gives it for them; it is not changed.
-    generator: draws the tokens. Raises CheckpointError naming the block that no gradient passes.
+    generator: draws the tokens. Raises CheckpointError naming the block that no gradient passes, NumericsError where
+    logits or their gradient are not finite.
     """
     table = live.table(len(live.blocks) + 1, *hidden.shape)
     table[0] = hidden
@@ -95,10 +96,14 @@ def _loss_gradient(
     exact = hidden.clone().requires_grad_()
     with torch.enable_grad():
         found = logits(tokens, exact)
+    if not torch.isfinite(found).all():
+        raise NumericsError("the logits of the source hold NaN or infinite values", "check its final norm and its head")
     slope = found.detach().float().softmax(-1).flatten(0, -2)
     drawn = torch.multinomial(slope, 1, generator=generator)
     slope.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=slope.dtype))
     (gradient,) = torch.autograd.grad(found, exact, slope.reshape(found.shape).to(found.dtype))
+    if not torch.isfinite(gradient).all():
+        raise NumericsError("the gradient of the source's loss overflows", "check the size of its final norm and head")
     return gradient
 
 
@@ -157,6 +162,6 @@ def _backward(
     }
 
 
-def _watch(slopes: list[torch.Tensor], _: nn.Module, __: object, output: torch.Tensor) -> None:
-    if output.requires_grad:
+def _watch(slopes: list[torch.Tensor], _: nn.Module, __: object, output: object) -> None:
+    if isinstance(output, torch.Tensor) and output.requires_grad:  # a router may put out more than a tensor
         output.register_hook(lambda slope: slopes.append(slope.detach().float().flatten(0, -2)))

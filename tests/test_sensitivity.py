@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig, BloomForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from quantkit import sensitivity
 from quantkit.blocks import find_blocks
 from quantkit.checkpoint import open_checkpoint
+from quantkit.errors import NumericsError
 from quantkit.live import LiveModel
 from quantkit.sensitivity import Felt, feel
 from quantkit.stats import linears_of
@@ -21,13 +23,23 @@ IDS = torch.arange(1, 73).reshape(3, 24)
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_block_by_block_is_as_the_whole_model_at_once(name: str, zoo: Callable[[str], Path]) -> None:
-    live = LiveModel(open_checkpoint(str(zoo(name))))
+    _same_as_at_once(zoo(name))
+
+
+def test_blocks_that_put_out_more_than_hidden_states_are_felt_as_well(tmp_path: Path) -> None:
+    config = BloomConfig(vocab_size=256, hidden_size=64, n_layer=2, n_head=4)
+    BloomForCausalLM(config).save_pretrained(tmp_path)
+    _same_as_at_once(tmp_path)
+
+
+def _same_as_at_once(source: Path) -> None:
+    live = LiveModel(open_checkpoint(str(source)))
     hidden = live.start(IDS)
     with torch.no_grad():
         felt = feel(live, IDS, hidden, lambda _: nullcontext(), torch.Generator().manual_seed(1))
     assert all(parameter.is_meta for parameter in live.model.parameters())
 
-    model = AutoModelForCausalLM.from_pretrained(zoo(name)).eval().requires_grad_(False)
+    model = AutoModelForCausalLM.from_pretrained(source).eval().requires_grad_(False)
     model.get_input_embeddings().register_forward_hook(lambda _, __, output: output.requires_grad_())
     blocks = find_blocks(model)[1]
     slopes: dict[tuple[int, str], list[torch.Tensor]] = {}
@@ -80,3 +92,13 @@ def test_tokens_count_within_bounds_and_with_mean_one() -> None:
     assert counts.mean().item() == pytest.approx(1)
     assert (counts / counts[2]).tolist() == pytest.approx([0.1, 0.5, 1, 1.5, 10])
     assert Felt((), torch.zeros(4)).weights().tolist() == [1, 1, 1, 1]
+
+
+def test_a_head_that_is_not_finite_is_one_line(zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    live = LiveModel(open_checkpoint(str(zoo("llama"))))
+    hidden = live.start(IDS)
+    monkeypatch.setattr(
+        LlamaRMSNorm, "forward", lambda norm, x: x * float("inf") if norm is live.model.model.norm else x
+    )
+    with torch.no_grad(), pytest.raises(NumericsError, match="the logits of the source hold NaN or infinite values"):
+        feel(live, IDS, hidden, lambda _: nullcontext(), torch.Generator())
