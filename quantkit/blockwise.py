@@ -74,6 +74,10 @@ class _Block:
         """The float weight of a layer."""
         return self.exact[part] if part in self.exact else self._live(part)
 
+    def together(self, part: str) -> bool:
+        """Whether the rows of a layer need each other: they share a scale, or make up for one another."""
+        return self.layers[part].scheme.granularity == "tensor" or part in self.felt
+
     def replace(self, part: str, weight: torch.Tensor) -> None:
         """Make a layer compute with another weight."""
         self._live(part).copy_(weight)
@@ -117,11 +121,11 @@ class _Loop:
         for kind, state in sink.generators.items():
             set_generator(self._generators[kind], state)
         self._reduced = partial(_reduced, wanted=plan.recipe.calibration.dtype == "bfloat16")
-        self._felt = self._feel(ids) if _by_loss(plan) else [{} for _ in live.blocks]
+        by_loss = _by_loss(plan)
+        self._felt = self._feel(ids) if by_loss else [{} for _ in live.blocks]
         # Folds need the statistics of a whole block first, and so do refiners.
-        self._in_step = (
-            len(plan.recipe.steps) == 1 and not _by_loss(plan) and _held_bytes(hidden, self._by_module) <= _LARGEST_HELD
-        )
+        alone = len(plan.recipe.steps) == 1 and not by_loss
+        self._in_step = alone and _held_bytes(hidden, self._by_module) <= _LARGEST_HELD
 
     def _load(self, index: int) -> _Block:
         name = f"{self._live.prefix}.{index}"
@@ -512,9 +516,7 @@ def _quantise(plan: Plan, work: _Block, parts: Iterable[str]) -> dict[str, Chose
 def _pieces(work: _Block, team: list[str]) -> tuple[torch.Tensor, ...]:
     """The rows of a team's weights, in as many pieces as are large enough to be quantised side by side."""
     rows = torch.cat([work.weight(part) for part in team])
-    # All rows share a scale, or make up for each other.
-    together = work.layers[team[0]].scheme.granularity == "tensor" or team[0] in work.felt
-    return rows.split(len(rows) if together else _PIECE_ROWS)
+    return rows.split(len(rows) if work.together(team[0]) else _PIECE_ROWS)
 
 
 def _write(plan: Plan, work: _Block, chosen: dict[str, Chosen], sink: Sink) -> None:
@@ -543,7 +545,7 @@ def _teams(work: _Block, parts: Iterable[str]) -> list[list[str]]:
     teams: dict[tuple[int, QuantScheme, str], list[str]] = {}
     for part in parts:
         layer = work.layers[part]
-        alone = part if layer.scheme.granularity == "tensor" or part in work.felt else ""  # its rows need each other
+        alone = part if work.together(part) else ""
         teams.setdefault((id(work.stats[part]), layer.scheme, alone), []).append(part)
     return list(teams.values())
 

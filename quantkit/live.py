@@ -15,9 +15,9 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from quantkit.blocks import build_skeleton, find_blocks, map_names
-from quantkit.checkpoint import Checkpoint, quiet_transformers
+from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, NumericsError
-from quantkit.loading import fill_parameters
+from quantkit.loading import fill_and_tie, fill_parameters
 from quantkit.spill import float_table
 from quantkit.tensorfile import TensorEntry
 
@@ -87,19 +87,14 @@ class LiveModel:
         """Run `ids` with recorders for blocks; returns what the first was given, keeps the other arguments of all."""
         given: list[torch.Tensor] = []
         records: list[_Arguments] = []
-        originals = [block.forward for block in self.blocks]
-        for block in self.blocks:
-            block.forward = _recorder(given, records)
         try:
-            base(input_ids=ids, use_cache=False)
+            with self._stand_in(_recorder(given, records)):
+                base(input_ids=ids, use_cache=False)
         except IndexError:
             raise CheckpointError(
                 f"{self.checkpoint.name} has no row for one of {ids.shape[1]} positions, or for token {int(ids.max())}",
                 "use shorter samples, or the tokenizer that belongs to this model",
             ) from None
-        finally:
-            for block, forward in zip(self.blocks, originals, strict=True):
-                block.forward = forward
         if len(records) != len(self.blocks):
             raise CheckpointError(
                 f"{self.checkpoint.name}: the model runs {len(records)} of its {len(self.blocks)} blocks",
@@ -119,10 +114,7 @@ class LiveModel:
         Gives the function from token ids `[n, length]` and hidden states after the last block `[n, length, hidden]` to
         logits `[n, length, vocabulary]`, differentiable in the hidden states. The last block must have run.
         """
-        missing = fill_parameters(self.model, self._entries.get("", {}), self.checkpoint.name)
-        with quiet_transformers():
-            self.model.tie_weights(missing_keys=missing, recompute_mapping=False)
-        originals = [block.forward for block in self.blocks]
+        fill_and_tie(self.model, self._entries.get("", {}), self.checkpoint.name)
 
         def logits(ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
             output = (hidden, *[None] * (self._outputs - 1)) if self._outputs else hidden
@@ -131,13 +123,22 @@ class LiveModel:
             return found
 
         try:
-            for block in self.blocks:
-                block.forward = _pass_on
-            yield logits
+            with self._stand_in(_pass_on):
+                yield logits
         finally:
-            for block, forward in zip(self.blocks, originals, strict=True):
-                block.forward = forward
             self._free_rest()
+
+    @contextmanager
+    def _stand_in(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+        """Inside, `forward` runs in place of every block."""
+        originals = [block.forward for block in self.blocks]
+        for block in self.blocks:
+            block.forward = forward
+        try:
+            yield
+        finally:
+            for block, original in zip(self.blocks, originals, strict=True):
+                block.forward = original
 
     def another(self, hidden: torch.Tensor) -> torch.Tensor:
         """A copy of hidden states that may lie where they lie."""

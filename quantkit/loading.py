@@ -38,3 +38,10 @@ def fill_parameters(model: PreTrainedModel, entries: dict[str, TensorEntry], nam
     model.requires_grad_(False)
     missing: set[str] = info.missing_keys
     return missing
+
+
+def fill_and_tie(model: PreTrainedModel, entries: dict[str, TensorEntry], name: str) -> None:
+    """As `fill_parameters`; then tie what the config ties."""
+    missing = fill_parameters(model, entries, name)
+    with quiet_transformers():
+        model.tie_weights(missing_keys=missing, recompute_mapping=False)

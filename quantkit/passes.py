@@ -6,7 +6,6 @@ codes; a refiner, for a whole block, for better ones. Weights are `[out, in]` in
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
@@ -194,7 +193,10 @@ def _gptq(
 
     tensor = quantise(weight, torch.arange(len(weight)))
     if outputs and scheme.granularity != "tensor":
-        tensor = _in_turn(weight, tensor, prepared.damped, outputs, quantise)
+        sizes = [len(gram) for gram in outputs]
+        runs = zip(outputs, torch.arange(len(weight)).split(sizes), tensor.split(sizes), strict=True)
+        turned = [_in_turn(weight, rows, alone, prepared.damped, gram, quantise) for gram, rows, alone in runs]
+        tensor = QuantizedTensor.join(turned)
     dead = int(prepared.dead.sum())
     notes, raised = [], None
     if damp != options.damp:
@@ -207,32 +209,20 @@ def _gptq(
 
 def _in_turn(
     weight: torch.Tensor,
+    rows: torch.Tensor,
     alone: QuantizedTensor,
     hessian: torch.Tensor,
-    outputs: Sequence[torch.Tensor],
+    gram: torch.Tensor,
     quantise: Callable[[torch.Tensor, torch.Tensor], QuantizedTensor],
 ) -> QuantizedTensor:
-    """Rows rounded in turn, run of outputs by run, and those of `alone` where the loss feels that no less."""
-    numbers = torch.arange(len(weight)).split([len(gram) for gram in outputs])
-    parts = []
-    for gram, rows, kept in zip(outputs, numbers, alone.split([len(gram) for gram in outputs]), strict=True):
-        values = weight[rows]
-        try:
-            turned = round_in_turn(values, gram, partial(_shifted, quantise, int(rows[0])))
-        except NotPositiveDefinite:  # gradients so small that their squares underflow
-            turned = kept
-        losses = [output_errors(values - dequantize(one), hessian, gram) for one in (turned, kept)]
-        parts.append(turned if losses[0] < losses[1] else kept)
-    return QuantizedTensor.join(parts)
-
-
-def _shifted(
-    quantise: Callable[[torch.Tensor, torch.Tensor], QuantizedTensor],
-    first: int,
-    values: torch.Tensor,
-    rows: torch.Tensor,
-) -> QuantizedTensor:
-    return quantise(values, rows + first)
+    """The rows of a weight with the numbers `rows` rounded in turn, or `alone` where the loss feels that no more."""
+    values = weight[rows]
+    try:
+        turned = round_in_turn(values, gram, lambda given, which: quantise(given, rows[which]))
+    except NotPositiveDefinite:  # gradients so small that their squares underflow
+        return alone
+    losses = [output_errors(values - dequantize(one), hessian, gram) for one in (turned, alone)]
+    return turned if losses[0] < losses[1] else alone
 
 
 def _awq(

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from quantkit.errors import CheckpointError, NumericsError, first_line
+from quantkit.hooks import hooked
 from quantkit.live import LiveModel, batches
 from quantkit.stats import linears_of
 
@@ -69,9 +70,9 @@ def feel(
     table = live.table(len(live.blocks) + 1, *hidden.shape)
     table[0] = hidden
     for index in range(len(live.blocks)):
+        table[index + 1] = table[index]
         with reduced(live.load(index)):
-            for given, place in zip(batches(table[index]), batches(table[index + 1]), strict=True):
-                place.copy_(live.run(index, given))
+            live.advance(index, table[index + 1])
         live.free(index)
     with reduced(None), live.head() as logits:
         for tokens, place in zip(ids.split(1), table[-1].split(1), strict=True):
@@ -112,16 +113,20 @@ class _Space:
 
     def __init__(self, live: LiveModel) -> None:
         widths = [module.out_features for block in live.blocks for module in linears_of(block).values()]
-        sizes = [len(part) ** 2 for width in widths for part in torch.arange(width).split(_TOGETHER)]
-        self._table, self._used = live.table(sum(sizes)), 0
+        self._table, self._used = live.table(sum(size**2 for width in widths for size in _runs(width))), 0
 
     def grams(self, width: int) -> tuple[torch.Tensor, ...]:
         grams = []
-        for part in torch.arange(width).split(_TOGETHER):
-            end = self._used + len(part) ** 2
-            grams.append(self._table[self._used : end].reshape(len(part), len(part)).zero_())
+        for size in _runs(width):
+            end = self._used + size**2
+            grams.append(self._table[self._used : end].reshape(size, size).zero_())
             self._used = end
         return tuple(grams)
+
+
+def _runs(width: int) -> list[int]:
+    """Lengths of the runs of a linear's outputs that are looked at together."""
+    return [min(_TOGETHER, width - start) for start in range(0, width, _TOGETHER)]
 
 
 def _backward(
@@ -134,9 +139,9 @@ def _backward(
     for place, after in zip(batches(given), batches(gradient), strict=True):
         seen: dict[str, list[torch.Tensor]] = {name: [] for name in linears}
         exact = place.clone().requires_grad_()
-        hooks = [module.register_forward_hook(partial(_watch, seen[name])) for name, module in linears.items()]
+        watched = hooked(module.register_forward_hook(partial(_watch, seen[name])) for name, module in linears.items())
         try:
-            with torch.enable_grad():
+            with watched, torch.enable_grad():
                 found = live.run(index, exact, {})
             (before,) = torch.autograd.grad(found, exact, after.to(found.dtype))
         except RuntimeError as error:
@@ -144,9 +149,6 @@ def _backward(
                 f"{live.prefix}.{index}: no gradient passes this block: {first_line(error)}",
                 "leave out objective: model of the recipe's gptq",
             ) from error
-        finally:
-            for hook in hooks:
-                hook.remove()
         place.copy_(before)
         for name, slopes in seen.items():
             if name not in sizes or len(slopes) != 1 or len(slopes[0]) != place.shape[0] * place.shape[1]:

@@ -330,15 +330,6 @@ def test_linears_that_read_one_place_before_and_after_a_write_share_no_statistic
     assert manifests[0] == manifests[1]
 
 
-def test_learned_rounding_of_a_block_without_gradient_is_one_line_that_names_it(
-    zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    forward = LlamaMLP.forward
-    monkeypatch.setattr(LlamaMLP, "forward", lambda mlp, x: forward(mlp, x) + mlp.gate_proj(x).exp_().sigmoid_().sum())
-    with pytest.raises(CheckpointError, match=r"model.layers.0: signround cannot train this block: .*inplace.*leave"):
-        _convert(zoo("llama"), tmp_path / "a", "awq-gptq-signround-g64")
-
-
 @pytest.mark.parametrize("recipe", ["gptq-g64", "gptq-w8a8"])
 def test_one_forward_hands_on_what_the_quantised_block_puts_out(
     recipe: str, zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -419,10 +410,22 @@ def test_what_the_loss_feels_goes_with_every_granularity(
     assert verify(tmp_path / "a") == []
 
 
-def test_what_the_loss_feels_of_a_block_without_gradient_is_one_line_that_names_it(
-    zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("recipe", "settings", "message"),
+    [
+        ("awq-gptq-signround-g64", [], r"model.layers.0: signround cannot train this block: .*inplace.*leave"),
+        ("awq-gptq-g64", [_BY_LOSS], r"model.layers.1: no gradient passes this block: .*inplace.*leave"),
+    ],
+)
+def test_a_block_without_gradient_is_one_line_that_names_it(
+    recipe: str,
+    settings: list[str],
+    message: str,
+    zoo: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     forward = LlamaMLP.forward
     monkeypatch.setattr(LlamaMLP, "forward", lambda mlp, x: forward(mlp, x) + mlp.gate_proj(x).exp_().sigmoid_().sum())
-    with pytest.raises(CheckpointError, match=r"model.layers.1: no gradient passes this block: .*inplace.*leave"):
-        _convert(zoo("llama"), tmp_path / "a", "awq-gptq-g64", [_BY_LOSS])
+    with pytest.raises(CheckpointError, match=message):
+        _convert(zoo("llama"), tmp_path / "a", recipe, settings)

@@ -18,11 +18,11 @@ from transformers import PreTrainedModel
 from quantkit.affine import dequantize
 from quantkit.algorithms.smoothquant import token_codes
 from quantkit.blocks import build_skeleton, is_lookup
-from quantkit.checkpoint import Checkpoint, open_checkpoint, quiet_transformers
+from quantkit.checkpoint import Checkpoint, open_checkpoint
 from quantkit.errors import ArtifactError, CheckpointError
 from quantkit.evaluate.kernels import Kernel, packed_kernel
 from quantkit.formats import Format, format_of
-from quantkit.loading import fill_parameters
+from quantkit.loading import fill_and_tie
 from quantkit.manifest import MANIFEST_FILE, LayerRecord, read_manifest
 from quantkit.tensorfile import TensorEntry, read_tensor
 from quantkit.types import QuantScheme
@@ -284,9 +284,7 @@ def _load_dense(model: PreTrainedModel, entries: dict[str, TensorEntry], checkpo
 
     Raises CheckpointError where a tensor on disk fits nothing, or a parameter got no tensor.
     """
-    missing = fill_parameters(model, entries, checkpoint.name)
-    with quiet_transformers():
-        model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    fill_and_tie(model, entries, checkpoint.name)
     empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if empty:
         raise CheckpointError(f"{checkpoint.name}: no tensor on disk becomes {empty[0]!r}", "run quantkit verify")
