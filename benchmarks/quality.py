@@ -51,6 +51,7 @@ class Case:
 
 _MINMAX = "passes=[{gptq: {scales: minmax, sweeps: 0}}]"
 _BY_LOSS = "passes=[{awq: {n_grid: 10}}, {gptq: {objective: model}}]"
+_BY_LOSS_LEARNED = "passes=[{awq: {n_grid: 10}}, {gptq: {objective: model}}, signround]"
 _SEARCHED = "passes=[{gptq: {sweeps: 0}}]"
 _PUBLISHED = "passes=[{awq: {scales: minmax, n_grid: 20}}, {rtn: {scales: clipped}}]"
 CASES = [
@@ -67,6 +68,7 @@ CASES = [
     Case("awq-gptq-g64", "awq-gptq-g64", 128),
     Case("awq-gptq g64 zp by loss", "awq-gptq-g64", 128, (_BY_LOSS,)),
     Case("awq-gptq-signround-g64", "awq-gptq-signround-g64", 128),
+    Case("awq-gptq-signround g64 zp by loss", "awq-gptq-signround-g64", 128, (_BY_LOSS_LEARNED,)),
     Case("awq-gptq-signround g64 symmetric", "awq-gptq-signround-g64", 128, ("weights.symmetric=true",)),
     Case("awq-gptq g64 symmetric", "awq-gptq-g64", 128, ("weights.symmetric=true",)),
     Case("gptq g64 zp 3 bits", "gptq-g64-zp", 128, ("weights.bits=3",)),

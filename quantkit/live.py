@@ -5,7 +5,7 @@ block, and for each block the other arguments that the model hands it (masks, ro
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,15 @@ _BATCH_TOKENS = 2048
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+_USE_DATA_FREE = "this model cannot be calibrated; use a data-free recipe"
+# Stands for what a block puts out beside the hidden states while it does not run.
+_UNKNOWN = object()
+
+
+class _BlockReachedError(Exception):
+    """The model has come to its first block."""
+
+
 class LiveModel:
     """The blocks of a checkpoint, loaded and freed one by one, in float32 unless told otherwise.
 
@@ -48,7 +57,7 @@ class LiveModel:
             self._entries.setdefault(self._part_of(targets[name].parameter), {})[name] = entry
         # By batch size and length: masks and rotary tables have both.
         self._arguments: dict[tuple[int, int], list[_Arguments]] = {}
-        # How many things the block that ran last puts out in a tuple; 0 for a bare tensor.
+        # How many things a block puts out in a tuple; 0 for a bare tensor.
         self._outputs = 0
 
     def _part_of(self, parameter: str) -> str:
@@ -71,6 +80,7 @@ class LiveModel:
         fill_parameters(self.model, self._entries.get("", {}), self.checkpoint.name)
         # Tied tables are left to the head, which does not run.
         base = getattr(self.model, self.model.base_model_prefix, self.model)
+        self._find_outputs(base, ids[:1])
         parts = batches(ids)
         first = self._record(base, next(parts))
         hidden = float_table((*ids.shape, first.shape[-1]), self._scratch)
@@ -83,22 +93,63 @@ class LiveModel:
         self._free_rest()
         return hidden
 
-    def _record(self, base: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """Run `ids` with recorders for blocks; returns what the first was given, keeps the other arguments of all."""
-        given: list[torch.Tensor] = []
-        records: list[_Arguments] = []
+    def _find_outputs(self, base: nn.Module, ids: torch.Tensor) -> None:
+        """Learn what blocks put out, from the first one: a model takes a tuple apart, and no bare tensor."""
+        calls: list[_Arguments] = []
+
+        def stop(*arguments: Any, **keywords: Any) -> None:
+            calls.append((arguments, keywords))
+            raise _BlockReachedError
+
+        with suppress(_BlockReachedError):
+            self._run_base(base, ids, stop)
+        for arguments, keywords in calls:
+            output = self.load(0)(*arguments, **keywords)
+            self._outputs = len(output) if isinstance(output, tuple) else 0
+            self.free(0)
+
+    def _put_out(self, hidden: torch.Tensor) -> Any:
+        """Hidden states as a block would put them out."""
+        return (hidden, *[_UNKNOWN] * (self._outputs - 1)) if self._outputs else hidden
+
+    def _run_base(self, base: nn.Module, ids: torch.Tensor, forward: Callable[..., Any]) -> None:
+        """Run `ids` with `forward` in place of every block."""
         try:
-            with self._stand_in(_recorder(given, records)):
+            with self._stand_in(forward):
                 base(input_ids=ids, use_cache=False)
         except IndexError:
             raise CheckpointError(
                 f"{self.checkpoint.name} has no row for one of {ids.shape[1]} positions, or for token {int(ids.max())}",
                 "use shorter samples, or the tokenizer that belongs to this model",
             ) from None
+
+    def _record(self, base: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """Run `ids` with recorders for blocks; returns what the first was given, keeps the other arguments of all."""
+        given: list[torch.Tensor] = []
+        records: list[_Arguments] = []
+
+        def record(*arguments: Any, **keywords: Any) -> Any:
+            hidden, others = _hidden_of(arguments, keywords)
+            if not given:
+                given.append(hidden.clone())
+            records.append(others)
+            return self._put_out(hidden)
+
+        self._run_base(base, ids, record)
         if len(records) != len(self.blocks):
             raise CheckpointError(
                 f"{self.checkpoint.name}: the model runs {len(records)} of its {len(self.blocks)} blocks",
-                "this model cannot be calibrated; use a data-free recipe",
+                _USE_DATA_FREE,
+            )
+        if given[0].shape[:2] != ids.shape:
+            raise CheckpointError(
+                f"{self.checkpoint.name}: its blocks are given {given[0].shape[1]} places for {ids.shape[1]} tokens",
+                _USE_DATA_FREE,
+            )
+        if any(value is _UNKNOWN for arguments, named in records for value in (*arguments, *named.values())):
+            raise CheckpointError(
+                f"{self.checkpoint.name}: its blocks hand on more than hidden states",
+                _USE_DATA_FREE,
             )
         self._arguments[ids.shape[0], ids.shape[1]] = records
         return given[0]
@@ -112,24 +163,23 @@ class LiveModel:
         """Inside, what comes behind the blocks has weights.
 
         Gives the function from token ids `[n, length]` and hidden states after the last block `[n, length, hidden]` to
-        logits `[n, length, vocabulary]`, differentiable in the hidden states. The last block must have run.
+        logits `[n, length, vocabulary]`, differentiable in the hidden states.
         """
         fill_and_tie(self.model, self._entries.get("", {}), self.checkpoint.name)
 
         def logits(ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-            output = (hidden, *[None] * (self._outputs - 1)) if self._outputs else hidden
-            self.blocks[-1].forward = lambda *_, **__: output
+            self.blocks[-1].forward = lambda *_, **__: self._put_out(hidden)
             found: torch.Tensor = self.model(input_ids=ids, use_cache=False).logits
             return found
 
         try:
-            with self._stand_in(_pass_on):
+            with self._stand_in(lambda *given, **named: self._put_out(_hidden_of(given, named)[0])):
                 yield logits
         finally:
             self._free_rest()
 
     @contextmanager
-    def _stand_in(self, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
+    def _stand_in(self, forward: Callable[..., Any]) -> Iterator[None]:
         """Inside, `forward` runs in place of every block."""
         originals = [block.forward for block in self.blocks]
         for block in self.blocks:
@@ -172,7 +222,6 @@ class LiveModel:
         given = hidden.clone()  # a block may write into what it is given
         with torch.set_grad_enabled(weights is not None):
             output = functional_call(self.blocks[index], weights or {}, (given, *arguments), keywords)
-        self._outputs = len(output) if isinstance(output, tuple) else 0
         return output[0] if isinstance(output, tuple) else output
 
     def advance(self, index: int, hidden: torch.Tensor) -> None:
@@ -193,21 +242,9 @@ def batches(table: torch.Tensor) -> Iterator[torch.Tensor]:
     return iter(table.split(max(1, _BATCH_TOKENS // table.shape[1])))
 
 
-def _pass_on(*arguments: Any, **keywords: Any) -> torch.Tensor:
-    """A stand-in for a block's forward that does nothing."""
-    given: torch.Tensor = arguments[0] if arguments else keywords["hidden_states"]
-    return given
-
-
-def _recorder(given: list[torch.Tensor], records: list[_Arguments]) -> Any:
-    """A stand-in for a block's forward: keeps what it is given and hands the hidden states on."""
-
-    def forward(*arguments: Any, **keywords: Any) -> torch.Tensor:
-        keywords = dict(keywords)
-        hidden: torch.Tensor = arguments[0] if arguments else keywords.pop("hidden_states")
-        if not given:
-            given.append(hidden.clone())
-        records.append((arguments[1:], keywords))
-        return hidden
-
-    return forward
+def _hidden_of(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[torch.Tensor, _Arguments]:
+    """What a block is given, parted into the hidden states and all else."""
+    if arguments:
+        return arguments[0], (arguments[1:], keywords)
+    others = dict(keywords)
+    return others.pop("hidden_states"), ((), others)

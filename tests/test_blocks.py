@@ -40,6 +40,10 @@ LINEARS = {
         "gpt_neox.layers",
         {"attention.query_key_value", "attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"},
     ),
+    "bloom": (
+        "transformer.h",
+        {"self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"},
+    ),
     "mixtral": ("model.layers", {f"self_attn.{name}_proj" for name in "qkvo"}),
 }
 
@@ -81,9 +85,9 @@ def test_blocks_and_their_linears_are_found_in_every_architecture(zoo: Zoo, name
     model = skeleton(zoo, name)
     prefix, expected = LINEARS[name]
     found, blocks = find_blocks(model)
-    assert (found, len(blocks)) == (prefix, 2)
+    assert (found, len(blocks)) == (prefix, model.config.num_hidden_layers)
     linears = block_linears(model)
-    assert set(linears) == {f"{prefix}.{n}.{linear}" for n in range(2) for linear in expected}
+    assert set(linears) == {f"{prefix}.{n}.{linear}" for n in range(len(blocks)) for linear in expected}
     assert all(linears[linear] is model.get_submodule(linear) for linear in linears)
 
 

@@ -38,6 +38,10 @@ EXPECTED: dict[str, dict[str, set[str]]] = {
         "mlp.gate_up_proj": {"mlp.down_proj"},
     },
     "neox": {"input_layernorm": {"attention.query_key_value"}, "post_attention_layernorm": {"mlp.dense_h_to_4h"}},
+    "bloom": {
+        "input_layernorm": {"self_attention.query_key_value"},
+        "post_attention_layernorm": {"mlp.dense_h_to_4h"},
+    },
     # The norm before the experts is read by the router too, so it is no site.
     "mixtral": {name: readers for name, readers in _GROUPED.items() if "self_attn" in next(iter(readers))},
 }

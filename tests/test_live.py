@@ -1,14 +1,20 @@
 """Running a checkpoint block by block is running the model."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
 from quantkit.blocks import find_blocks
 from quantkit.checkpoint import open_checkpoint
+from quantkit.errors import CheckpointError
 from quantkit.live import LiveModel
 from tests.zoo import ARCHITECTURES
 
@@ -31,6 +37,38 @@ def test_blocks_in_turn_give_the_hidden_states_of_the_whole_model(name: str, zoo
     with torch.no_grad():
         model(IDS)
     torch.testing.assert_close(hidden, found[0], rtol=1e-5, atol=1e-6)
+
+
+def _handing_on(count: int) -> Callable[..., Any]:
+    """The forward of a model whose blocks are given the first `count` things that the block before put out."""
+
+    def forward(model: Any, input_ids: torch.Tensor, **_: object) -> Any:
+        state: Any = (model.embed_tokens(input_ids),)
+        for block in model.layers:
+            state = block(*state[:count])
+        return SimpleNamespace(last_hidden_state=model.norm(state[0]))
+
+    return forward
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_whose_blocks_hand_on_more_than_hidden_states_is_refused(
+    count: int, zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LlamaModel, "forward", _handing_on(count))
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda block, hidden, _=None: (block.mlp(hidden), hidden))
+    live = LiveModel(open_checkpoint(str(zoo("llama"))))
+    with nullcontext() if count == 1 else pytest.raises(CheckpointError, match="hand on more than hidden states"):
+        live.start(IDS)
+
+
+def test_a_model_that_puts_places_before_its_tokens_is_refused(
+    zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = nn.Embedding.forward
+    monkeypatch.setattr(nn.Embedding, "forward", lambda table, ids: forward(table, ids).repeat(1, 2, 1))
+    with pytest.raises(CheckpointError, match="given 48 places for 24 tokens"):
+        LiveModel(open_checkpoint(str(zoo("llama")))).start(IDS)
 
 
 def test_only_one_block_has_weights(zoo: Callable[[str], Path]) -> None:

@@ -33,7 +33,8 @@ from tests.zoo import ARCHITECTURES
 
 RECIPES = ["rtn-g64", "rtn-g64-zp"]
 # Linears in the two blocks of each tiny model: fused projections count once, Conv1D and fused experts are kept.
-LINEARS = {"llama": 14, "llama_untied": 14, "qwen2": 14, "gemma3": 14, "gpt2": 0, "phi3": 8, "neox": 8, "mixtral": 8}
+_SEPARATE = dict.fromkeys(("llama", "llama_untied", "qwen2", "gemma3"), 14)
+LINEARS = {**_SEPARATE, "gpt2": 0, "phi3": 8, "neox": 8, "bloom": 16, "mixtral": 8}
 # Relative error of a number that is rounded to six digits, at worst, and of float32 differences.
 SIX_DIGITS = 6e-6
 QUANTISED, KEPT = "model.layers.1.mlp.down_proj.weight", "model.layers.0.input_layernorm.weight"

@@ -7,6 +7,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    BloomConfig,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
@@ -48,6 +49,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
     "phi3": lambda: Phi3Config(**_GROUPED),
     "neox": lambda: GPTNeoXConfig(**_COMMON),
+    # Its blocks put out tuples; as many blocks as a mistake in that takes to show.
+    "bloom": lambda: BloomConfig(
+        vocab_size=256, hidden_size=64, n_layer=4, n_head=4, initializer_range=0.08, **_SPECIAL
+    ),
     "mixtral": lambda: MixtralConfig(**_GROUPED, num_local_experts=4),
 }
 ARCHITECTURES = list(CONFIGS)
