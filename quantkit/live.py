@@ -57,7 +57,7 @@ class LiveModel:
             self._entries.setdefault(self._part_of(targets[name].parameter), {})[name] = entry
         # By batch size and length: masks and rotary tables have both.
         self._arguments: dict[tuple[int, int], list[_Arguments]] = {}
-        # How many things a block puts out in a tuple; 0 for a bare tensor.
+        # How many things a block puts out in a tuple or list; 0 for a bare tensor.
         self._outputs = 0
 
     def _part_of(self, parameter: str) -> str:
@@ -83,7 +83,7 @@ class LiveModel:
         self._find_outputs(base, ids[:1])
         parts = batches(ids)
         first = self._record(base, next(parts))
-        hidden = float_table((*ids.shape, first.shape[-1]), self._scratch)
+        hidden = float_table((*ids.shape, *first.shape[2:]), self._scratch)
         places = batches(hidden)
         next(places).copy_(first)
         for part, place in zip(parts, places, strict=True):
@@ -105,7 +105,7 @@ class LiveModel:
             self._run_base(base, ids, stop)
         for arguments, keywords in calls:
             output = self.load(0)(*arguments, **keywords)
-            self._outputs = len(output) if isinstance(output, tuple) else 0
+            self._outputs = len(output) if isinstance(output, tuple | list) else 0
             self.free(0)
 
     def _put_out(self, hidden: torch.Tensor) -> Any:
@@ -210,8 +210,8 @@ class LiveModel:
         return block
 
     def free(self, index: int) -> None:
-        """Give the memory of block `index` back."""
-        self.blocks[index].to("meta")
+        """Give the memory of block `index` back; buffers that are not on disk stay."""
+        _empty(self.blocks[index], [name for name, _ in self.blocks[index].named_parameters(remove_duplicate=False)])
 
     def run(self, index: int, hidden: torch.Tensor, weights: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """Hidden states after block `index`, of a batch `[n, length, hidden]` such as `batches` gives.
@@ -222,7 +222,7 @@ class LiveModel:
         given = hidden.clone()  # a block may write into what it is given
         with torch.set_grad_enabled(weights is not None):
             output = functional_call(self.blocks[index], weights or {}, (given, *arguments), keywords)
-        return output[0] if isinstance(output, tuple) else output
+        return output[0] if isinstance(output, tuple | list) else output
 
     def advance(self, index: int, hidden: torch.Tensor) -> None:
         """Run block `index` on every sample, in place."""
@@ -231,10 +231,16 @@ class LiveModel:
 
     def _free_rest(self) -> None:
         """Embeddings and head are not needed after the first pass; small buffers stay."""
-        for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):  # tied ones too
-            if not name.startswith(self.prefix + ".") and not parameter.is_meta:
-                parent, _, leaf = name.rpartition(".")
-                setattr(self.model.get_submodule(parent), leaf, nn.Parameter(parameter.to("meta"), requires_grad=False))
+        names = [name for name, _ in self.model.named_parameters(remove_duplicate=False)]  # tied ones too
+        _empty(self.model, [name for name in names if not name.startswith(self.prefix + ".")])
+
+
+def _empty(module: nn.Module, names: list[str]) -> None:
+    """Make parameters `names` of a module ones without values."""
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        old = module.get_parameter(name)
+        setattr(module.get_submodule(parent), leaf, nn.Parameter(old.to("meta"), requires_grad=False))
 
 
 def batches(table: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -82,6 +82,15 @@ def test_only_one_block_has_weights(zoo: Callable[[str], Path]) -> None:
     assert all(parameter.is_meta for parameter in live.model.parameters())
 
 
+def test_buffers_that_are_not_on_disk_outlive_a_block(zoo: Callable[[str], Path]) -> None:
+    live = LiveModel(open_checkpoint(str(zoo("llama"))))
+    live.blocks[1].register_buffer("mask", torch.ones(3), persistent=False)
+    live.start(IDS)
+    live.load(1)
+    live.free(1)
+    assert torch.equal(live.load(1).get_buffer("mask"), torch.ones(3))
+
+
 def test_a_short_sample_runs_with_masks_of_its_own_length(zoo: Callable[[str], Path]) -> None:
     live = LiveModel(open_checkpoint(str(zoo("gemma3"))))
     hidden = live.start(IDS, short=20)
