@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from quantkit.blocks import build_skeleton, find_blocks, map_names
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import CheckpointError, NumericsError
+from quantkit.errors import CheckpointError, NumericsError, first_line
 from quantkit.loading import fill_and_tie, fill_parameters
 from quantkit.spill import float_table
 from quantkit.tensorfile import TensorEntry
@@ -122,6 +122,13 @@ class LiveModel:
                 f"{self.checkpoint.name} has no row for one of {ids.shape[1]} positions, or for token {int(ids.max())}",
                 "use shorter samples, or the tokenizer that belongs to this model",
             ) from None
+        except _BlockReachedError:
+            raise
+        except Exception as error:  # of any kind: the code of a model
+            raise CheckpointError(
+                f"{self.checkpoint.name}: the model does not run: {first_line(error)}",
+                "check that transformers runs it on these token ids",
+            ) from error
 
     def _record(self, base: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         """Run `ids` with recorders for blocks; returns what the first was given, keeps the other arguments of all."""

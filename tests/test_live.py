@@ -71,6 +71,17 @@ def test_a_model_that_puts_places_before_its_tokens_is_refused(
         LiveModel(open_checkpoint(str(zoo("llama")))).start(IDS)
 
 
+def test_a_model_that_fails_on_its_own_is_named_with_its_reason(
+    zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no language\nis set")
+
+    monkeypatch.setattr(LlamaModel, "forward", fail)
+    with pytest.raises(CheckpointError, match="the model does not run: ValueError: no language$|no language"):
+        LiveModel(open_checkpoint(str(zoo("llama")))).start(IDS)
+
+
 def test_only_one_block_has_weights(zoo: Callable[[str], Path]) -> None:
     live = LiveModel(open_checkpoint(str(zoo("llama"))))
     live.start(IDS)
