@@ -78,7 +78,7 @@ def test_a_model_that_fails_on_its_own_is_named_with_its_reason(
         raise ValueError("no language\nis set")
 
     monkeypatch.setattr(LlamaModel, "forward", fail)
-    with pytest.raises(CheckpointError, match="the model does not run: ValueError: no language$|no language"):
+    with pytest.raises(CheckpointError, match="the model does not run: no language"):
         LiveModel(open_checkpoint(str(zoo("llama")))).start(IDS)
 
 
