@@ -135,7 +135,8 @@ class _Loop:
 
     def _feel(self, ids: torch.Tensor) -> list[dict[str, Felt]]:
         generator = torch.Generator().manual_seed(_SEED)
-        return feel(self._live, ids, self._hidden, self._reduced, generator)
+        tell = lambda doing: self._sink.progress(doing, 0)  # noqa: E731
+        return feel(self._live, ids, self._hidden, self._reduced, generator, tell)
 
     def restore(self, index: int) -> None:
         """Run all samples through a block as an earlier run has written it."""

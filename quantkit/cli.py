@@ -108,7 +108,7 @@ def convert(
             target,
             calibration=calibration,
             shard_bytes=shard_bytes,
-            progress=lambda _, size: advance(size),
+            progress=lambda name, size: advance(size, "converting" if size else name),
             resume=resume,
         )
     _say(f"wrote {target} in {done.seconds:.1f} s; identity {done.manifest.identity}")
@@ -579,13 +579,16 @@ def _windows_bar() -> Iterator[Any]:
         yield step
 
 
-def _advancing(bar: Progress, number: TaskID) -> Callable[[int], None]:
-    """What advances a task of a bar; where no terminal shows it, a line says now and then how far the task is."""
+def _advancing(bar: Progress, number: TaskID) -> Callable[..., None]:
+    """What advances a task of a bar by an amount, and may rename it.
+
+    Where no terminal shows it, a line says now and then how far the task is.
+    """
     last = time.monotonic()
 
-    def advance(amount: int) -> None:
+    def advance(amount: int, doing: str | None = None) -> None:
         nonlocal last
-        bar.advance(number, amount)
+        bar.update(number, advance=amount, description=doing)
         now = time.monotonic()
         if bar.console.is_terminal or now - last < _LINE_SECONDS:
             return

@@ -59,17 +59,23 @@ class Felt:
 
 
 def feel(
-    live: LiveModel, ids: torch.Tensor, hidden: torch.Tensor, reduced: Reduced, generator: torch.Generator
+    live: LiveModel,
+    ids: torch.Tensor,
+    hidden: torch.Tensor,
+    reduced: Reduced,
+    generator: torch.Generator,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Felt]]:
     """For each block, by name in it, the linears that read every token of a sample once.
 
     ids `[samples, length]`; hidden `[samples, length, hidden]`, as `live.start` gives it for them; it is not changed.
-    generator: draws the tokens. Raises CheckpointError naming the block that no gradient passes, NumericsError where
-    logits or their gradient are not finite.
+    generator: draws the tokens. tell: is told what is being done, block by block. Raises CheckpointError naming the
+    block that no gradient passes, NumericsError where logits or their gradient are not finite.
     """
     table = live.table(len(live.blocks) + 1, *hidden.shape)
     table[0] = hidden
     for index in range(len(live.blocks)):
+        tell(f"forwards through {live.prefix}.{index}")
         table[index + 1] = table[index]
         with reduced(live.load(index)):
             live.advance(index, table[index + 1])
@@ -80,6 +86,7 @@ def feel(
     felt: list[dict[str, Felt]] = [{} for _ in live.blocks]
     space = _Space(live)
     for index in reversed(range(len(live.blocks))):
+        tell(f"backwards through {live.prefix}.{index}")
         block = live.load(index)
         with reduced(block):
             felt[index] = _backward(live, index, block, table[index], table[index + 1], space)

@@ -16,7 +16,7 @@ from quantkit.saving import Saver
 from quantkit.tensorfile import TensorEntry
 from quantkit.types import QuantizedTensor
 
-# Called with a tensor's name and its source bytes when it is done.
+# Told of each source tensor that is done, by name and bytes; and of other work, in words, with 0.
 Progress = Callable[[str, int], None]
 
 

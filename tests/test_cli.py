@@ -229,6 +229,19 @@ def test_eval_without_a_terminal_says_now_and_then_how_far_it_is(
     assert lines[-1].startswith("evaluating: 100 %")
 
 
+def test_convert_without_a_terminal_says_what_it_does_before_the_first_tensor(
+    run: Run, zoo: Zoo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli, "_LINE_SECONDS", 0)
+    passes = "passes=[{gptq: {objective: model, sweeps: 0}}]"
+    few = ("--set", "calibration.samples=2", "--set", "calibration.sequence_length=16")
+    found = run("convert", zoo("llama"), "--recipe", "gptq-g64", "--calib", notes(tmp_path), *few, "--set", passes)
+    said = [line.partition(":")[0] for line in found.err.splitlines() if " %" in line]
+    ways = (("forwards", 0), ("forwards", 1), ("backwards", 1), ("backwards", 0))
+    assert said[:4] == [f"{way} through model.layers.{index}" for way, index in ways]
+    assert set(said[4:]) == {"converting"}
+
+
 def test_eval_writes_the_page_beside_the_report_unless_told_not_to(
     run: Run, zoo: Zoo, suite: Path, tmp_path: Path
 ) -> None:
