@@ -136,7 +136,8 @@ class _Loop:
     def _feel(self, ids: torch.Tensor) -> list[dict[str, Felt]]:
         generator = torch.Generator().manual_seed(_SEED)
         tell = lambda doing: self._sink.progress(doing, 0)  # noqa: E731
-        return feel(self._live, ids, self._hidden, self._reduced, generator, tell)
+        first = self._sink.blocks  # those before it are quantised
+        return feel(self._live, ids, self._hidden, self._reduced, generator, first=first, tell=tell)
 
     def restore(self, index: int) -> None:
         """Run all samples through a block as an earlier run has written it."""

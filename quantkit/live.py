@@ -29,7 +29,7 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 _USE_DATA_FREE = "this model cannot be calibrated; use a data-free recipe"
-# Stands for what a block puts out beside the hidden states while it does not run.
+# Stands for what a block would put out beside the hidden states.
 _UNKNOWN = object()
 
 
@@ -57,8 +57,8 @@ class LiveModel:
             self._entries.setdefault(self._part_of(targets[name].parameter), {})[name] = entry
         # By batch size and length: masks and rotary tables have both.
         self._arguments: dict[tuple[int, int], list[_Arguments]] = {}
-        # How many things a block puts out in a tuple or list; 0 for a bare tensor.
-        self._outputs = 0
+        # What a block puts out beside the hidden states, or None where it puts out a bare tensor.
+        self._beside: tuple[Any, ...] | None = None
 
     def _part_of(self, parameter: str) -> str:
         """The block prefix that a parameter belongs to, or the empty string."""
@@ -105,12 +105,13 @@ class LiveModel:
             self._run_base(base, ids, stop)
         for arguments, keywords in calls:
             output = self.load(0)(*arguments, **keywords)
-            self._outputs = len(output) if isinstance(output, tuple | list) else 0
+            if isinstance(output, tuple | list):
+                self._beside = tuple(None if value is None else _UNKNOWN for value in output[1:])
             self.free(0)
 
     def _put_out(self, hidden: torch.Tensor) -> Any:
         """Hidden states as a block would put them out."""
-        return (hidden, *[_UNKNOWN] * (self._outputs - 1)) if self._outputs else hidden
+        return hidden if self._beside is None else (hidden, *self._beside)
 
     def _run_base(self, base: nn.Module, ids: torch.Tensor, forward: Callable[..., Any]) -> None:
         """Run `ids` with `forward` in place of every block."""

@@ -64,9 +64,11 @@ def feel(
     hidden: torch.Tensor,
     reduced: Reduced,
     generator: torch.Generator,
+    *,
+    first: int = 0,
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[dict[str, Felt]]:
-    """For each block, by name in it, the linears that read every token of a sample once.
+    """For each block from number `first` on, by name in it, the linears that read every token of a sample once.
 
     ids `[samples, length]`; hidden `[samples, length, hidden]`, as `live.start` gives it for them; it is not changed.
     generator: draws the tokens. tell: is told what is being done, block by block. Raises CheckpointError naming the
@@ -85,7 +87,7 @@ def feel(
             place.copy_(_loss_gradient(logits, tokens, place, generator))
     felt: list[dict[str, Felt]] = [{} for _ in live.blocks]
     space = _Space(live)
-    for index in reversed(range(len(live.blocks))):
+    for index in reversed(range(first, len(live.blocks))):
         tell(f"backwards through {live.prefix}.{index}")
         block = live.load(index)
         with reduced(block):
@@ -154,7 +156,7 @@ def _backward(
         except RuntimeError as error:
             raise CheckpointError(
                 f"{live.prefix}.{index}: no gradient passes this block: {first_line(error)}",
-                "leave out objective: model of the recipe's gptq",
+                "give the recipe's gptq objective: layer",
             ) from error
         place.copy_(before)
         for name, slopes in seen.items():

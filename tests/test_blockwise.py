@@ -61,7 +61,7 @@ def test_every_architecture_converts_verifies_and_loses_little(
     for layer in manifest.layers:
         assert layer.output_error is not None
         assert layer.tokens == IDS.numel()
-        if "gptq" in recipe:
+        if recipe == "gptq-g64":  # by what the model feels, a layer's own error is not what falls
             assert layer.output_error.after < layer.output_error.before
     assert all(site.refused is None for site in manifest.fold_sites)
 
@@ -289,7 +289,7 @@ def test_samples_that_break_step_leave_the_bytes_of_two_forwards(
     assert two != one
 
 
-@pytest.mark.parametrize("recipe", ["gptq-g64", "awq-gptq-g64", "smoothquant-w8a8"])
+@pytest.mark.parametrize("recipe", ["gptq-g64", "awq-g64", "smoothquant-w8a8"])
 def test_arguments_by_name_and_results_written_into_the_input_change_no_byte(
     recipe: str, zoo: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -414,7 +414,7 @@ def test_what_the_loss_feels_goes_with_every_granularity(
     ("recipe", "settings", "message"),
     [
         ("awq-gptq-signround-g64", [], r"model.layers.0: signround cannot train this block: .*inplace.*leave"),
-        ("awq-gptq-g64", [_BY_LOSS], r"model.layers.1: no gradient passes this block: .*inplace.*leave"),
+        ("awq-gptq-g64", [], r"model.layers.1: no gradient passes this block: .*inplace.*; give .* objective: layer"),
     ],
 )
 def test_a_block_without_gradient_is_one_line_that_names_it(

@@ -51,14 +51,14 @@ def _handing_on(count: int) -> Callable[..., Any]:
     return forward
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(("count", "refused"), [(1, False), (2, False), (3, True)])
 def test_a_model_whose_blocks_hand_on_more_than_hidden_states_is_refused(
-    count: int, zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    count: int, refused: bool, zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LlamaModel, "forward", _handing_on(count))
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda block, hidden, _=None: (block.mlp(hidden), hidden))
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda block, hidden, *_: (block.mlp(hidden), None, hidden))
     live = LiveModel(open_checkpoint(str(zoo("llama"))))
-    with nullcontext() if count == 1 else pytest.raises(CheckpointError, match="hand on more than hidden states"):
+    with pytest.raises(CheckpointError, match="hand on more than hidden states") if refused else nullcontext():
         live.start(IDS)
 
 

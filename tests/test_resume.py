@@ -35,7 +35,6 @@ RECIPES = {
     "rtn-g64-zp": [],
     "gptq-g64": [],
     "awq-gptq-g64": [],
-    "gptq-g64-zp": ["passes=[{gptq: {objective: model}}]"],
     "smoothquant-w8a8": [],
     "awq-gptq-signround-g64": ["passes=[awq, gptq, {signround: {steps: 4}}]", "weights.bits=3"],
 }
