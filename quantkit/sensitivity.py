@@ -74,6 +74,8 @@ def feel(
     generator: draws the tokens. tell: is told what is being done, block by block. Raises CheckpointError naming the
     block that no gradient passes, NumericsError where logits or their gradient are not finite.
     """
+    # Room for everything is taken before any work: it may be more than the disk has.
+    space = _Space(live, first)
     table = live.table(len(live.blocks) + 1, *hidden.shape)
     table[0] = hidden
     for index in range(len(live.blocks)):
@@ -86,7 +88,6 @@ def feel(
         for tokens, place in zip(ids.split(1), table[-1].split(1), strict=True):
             place.copy_(_loss_gradient(logits, tokens, place, generator))
     felt: list[dict[str, Felt]] = [{} for _ in live.blocks]
-    space = _Space(live)
     for index in reversed(range(first, len(live.blocks))):
         tell(f"backwards through {live.prefix}.{index}")
         block = live.load(index)
@@ -120,8 +121,9 @@ def _loss_gradient(
 class _Space:
     """One table for the second moments of all linears, which may lie on disk, given out piece by piece."""
 
-    def __init__(self, live: LiveModel) -> None:
-        widths = [module.out_features for block in live.blocks for module in linears_of(block).values()]
+    def __init__(self, live: LiveModel, first: int) -> None:
+        blocks = list(live.blocks)[first:]
+        widths = [module.out_features for block in blocks for module in linears_of(block).values()]
         self._table, self._used = live.table(sum(size**2 for width in widths for size in _runs(width))), 0
 
     def grams(self, width: int) -> tuple[torch.Tensor, ...]:
