@@ -50,8 +50,9 @@ class Case:
 
 
 _MINMAX = "passes=[{gptq: {scales: minmax, sweeps: 0}}]"
-_BY_LOSS = "passes=[{awq: {n_grid: 10}}, {gptq: {objective: model}}]"
-_BY_LOSS_LEARNED = "passes=[{awq: {n_grid: 10}}, {gptq: {objective: model}}, signround]"
+_BY_LAYER = "passes=[{awq: {n_grid: 10}}, gptq]"
+_LEARNED_BY_LOSS = "passes=[{awq: {n_grid: 10}}, {gptq: {objective: model}}, signround]"
+_SYMMETRIC, _THREE_BITS = "weights.symmetric=true", "weights.bits=3"
 _SEARCHED = "passes=[{gptq: {sweeps: 0}}]"
 _PUBLISHED = "passes=[{awq: {scales: minmax, n_grid: 20}}, {rtn: {scales: clipped}}]"
 CASES = [
@@ -63,17 +64,20 @@ CASES = [
     Case("gptq-g64", "gptq-g64"),
     Case("awq-g64", "awq-g64"),
     Case("awq g64 zp, as published", "awq-g64", 32, (_PUBLISHED,)),
+    Case("awq-gptq g64 zp by layer, 32", "awq-gptq-g64", 32, (_BY_LAYER,)),
     Case("awq-gptq-g64, 32", "awq-gptq-g64"),
-    Case("awq-gptq g64 zp by loss, 32", "awq-gptq-g64", 32, (_BY_LOSS,)),
+    Case("awq-gptq g64 zp by layer", "awq-gptq-g64", 128, (_BY_LAYER,)),
     Case("awq-gptq-g64", "awq-gptq-g64", 128),
-    Case("awq-gptq g64 zp by loss", "awq-gptq-g64", 128, (_BY_LOSS,)),
+    Case("awq-gptq-g64, 256", "awq-gptq-g64", 256),
     Case("awq-gptq-signround-g64", "awq-gptq-signround-g64", 128),
-    Case("awq-gptq-signround g64 zp by loss", "awq-gptq-signround-g64", 128, (_BY_LOSS_LEARNED,)),
-    Case("awq-gptq-signround g64 symmetric", "awq-gptq-signround-g64", 128, ("weights.symmetric=true",)),
-    Case("awq-gptq g64 symmetric", "awq-gptq-g64", 128, ("weights.symmetric=true",)),
-    Case("gptq g64 zp 3 bits", "gptq-g64-zp", 128, ("weights.bits=3",)),
-    Case("awq-gptq g64 3 bits", "awq-gptq-g64", 128, ("weights.bits=3",)),
-    Case("awq-gptq-signround g64 3 bits", "awq-gptq-signround-g64", 128, ("weights.bits=3",)),
+    Case("awq-gptq-signround g64 zp by loss", "awq-gptq-signround-g64", 128, (_LEARNED_BY_LOSS,)),
+    Case("awq-gptq-signround g64 symmetric", "awq-gptq-signround-g64", 128, (_SYMMETRIC,)),
+    Case("awq-gptq g64 symmetric by layer", "awq-gptq-g64", 128, (_BY_LAYER, _SYMMETRIC)),
+    Case("awq-gptq g64 symmetric", "awq-gptq-g64", 128, (_SYMMETRIC,)),
+    Case("gptq g64 zp 3 bits", "gptq-g64-zp", 128, (_THREE_BITS,)),
+    Case("awq-gptq g64 3 bits by layer", "awq-gptq-g64", 128, (_BY_LAYER, _THREE_BITS)),
+    Case("awq-gptq g64 3 bits", "awq-gptq-g64", 128, (_THREE_BITS,)),
+    Case("awq-gptq-signround g64 3 bits", "awq-gptq-signround-g64", 128, (_THREE_BITS,)),
     Case("w8a8 plain", "smoothquant-w8a8", 0, ("passes=[rtn]", "calibration=null")),
     Case("w8a8 alpha 0.5", "smoothquant-w8a8", 32, ("passes=[{smoothquant: {alpha: 0.5}}, rtn]",)),
     Case("w8a8 alpha 0.8", "smoothquant-w8a8", 32, ("passes=[{smoothquant: {alpha: 0.8}}, rtn]",)),
