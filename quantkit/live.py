@@ -6,6 +6,7 @@ block, and for each block the other arguments that the model hands it (masks, ro
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 _USE_DATA_FREE = "this model cannot be calibrated; use a data-free recipe"
+_HAND_ON_MORE = "its blocks hand on more than hidden states"
 # Stands for what a block would put out beside the hidden states.
 _UNKNOWN = object()
 
@@ -104,7 +106,9 @@ class LiveModel:
         with suppress(_BlockReachedError):
             self._run_base(base, ids, stop)
         for arguments, keywords in calls:
-            output = self.load(0)(*arguments, **keywords)
+            block = self.load(0)
+            with self._failing(ids):
+                output = block(*arguments, **keywords)
             if isinstance(output, tuple | list):
                 self._beside = tuple(None if value is None else _UNKNOWN for value in output[1:])
             self.free(0)
@@ -115,9 +119,14 @@ class LiveModel:
 
     def _run_base(self, base: nn.Module, ids: torch.Tensor, forward: Callable[..., Any]) -> None:
         """Run `ids` with `forward` in place of every block."""
+        with self._failing(ids), self._stand_in(forward):
+            base(input_ids=ids, use_cache=False)
+
+    @contextmanager
+    def _failing(self, ids: torch.Tensor) -> Iterator[None]:
+        """Where the code of the model fails on `ids`, that is an error of the source."""
         try:
-            with self._stand_in(forward):
-                base(input_ids=ids, use_cache=False)
+            yield
         except IndexError:
             raise CheckpointError(
                 f"{self.checkpoint.name} has no row for one of {ids.shape[1]} positions, or for token {int(ids.max())}",
@@ -125,7 +134,7 @@ class LiveModel:
             ) from None
         except _BlockReachedError:
             raise
-        except Exception as error:  # of any kind: the code of a model
+        except Exception as error:  # may be of any kind
             raise CheckpointError(
                 f"{self.checkpoint.name}: the model does not run: {first_line(error)}",
                 "check that transformers runs it on these token ids",
@@ -135,32 +144,33 @@ class LiveModel:
         """Run `ids` with recorders for blocks; returns what the first was given, keeps the other arguments of all."""
         given: list[torch.Tensor] = []
         records: list[_Arguments] = []
+        changed: list[int] = []
 
         def record(*arguments: Any, **keywords: Any) -> Any:
             hidden, others = _hidden_of(arguments, keywords)
             if not given:
                 given.append(hidden.clone())
+            elif not torch.equal(hidden, given[0]):
+                changed.append(len(records))
             records.append(others)
             return self._put_out(hidden)
 
         self._run_base(base, ids, record)
+        known = self._arguments.setdefault((ids.shape[0], ids.shape[1]), records)
         if len(records) != len(self.blocks):
-            raise CheckpointError(
-                f"{self.checkpoint.name}: the model runs {len(records)} of its {len(self.blocks)} blocks",
-                _USE_DATA_FREE,
-            )
-        if given[0].shape[:2] != ids.shape:
-            raise CheckpointError(
-                f"{self.checkpoint.name}: its blocks are given {given[0].shape[1]} places for {ids.shape[1]} tokens",
-                _USE_DATA_FREE,
-            )
-        if any(value is _UNKNOWN for arguments, named in records for value in (*arguments, *named.values())):
-            raise CheckpointError(
-                f"{self.checkpoint.name}: its blocks hand on more than hidden states",
-                _USE_DATA_FREE,
-            )
-        self._arguments[ids.shape[0], ids.shape[1]] = records
-        return given[0]
+            problem = f"the model runs {len(records)} of its {len(self.blocks)} blocks"
+        elif given[0].shape[:2] != ids.shape:
+            shapes = list(given[0].shape), list(ids.shape)
+            problem = f"its blocks are given hidden states of shape {shapes[0]} for token ids of shape {shapes[1]}"
+        elif any(value is _UNKNOWN for arguments, named in records for value in (*arguments, *named.values())):
+            problem = _HAND_ON_MORE
+        elif changed:
+            problem = f"the model changes hidden states before its block {changed[0]}, outside of blocks"
+        elif known is not records and not _alike(known, records, {}):
+            problem = "its blocks are given more that depends on the text than hidden states"
+        else:
+            return given[0]
+        raise CheckpointError(f"{self.checkpoint.name}: {problem}", _USE_DATA_FREE)
 
     def table(self, *shape: int) -> torch.Tensor:
         """Room for float32 values, uninitialised, where hidden states may lie."""
@@ -227,9 +237,13 @@ class LiveModel:
         weights: parameters by their names in the block, in place of its own; the result is differentiable in them.
         """
         arguments, keywords = self._arguments[hidden.shape[0], hidden.shape[1]][index]
+        containers = [value for value in (*arguments, *keywords.values()) if isinstance(value, dict | list)]
+        before = [_contents(value) for value in containers]
         given = hidden.clone()  # a block may write into what it is given
         with torch.set_grad_enabled(weights is not None):
             output = functional_call(self.blocks[index], weights or {}, (given, *arguments), keywords)
+        if [_contents(value) for value in containers] != before:
+            raise CheckpointError(f"{self.checkpoint.name}: {_HAND_ON_MORE}", _USE_DATA_FREE)
         return output[0] if isinstance(output, tuple | list) else output
 
     def advance(self, index: int, hidden: torch.Tensor) -> None:
@@ -262,3 +276,29 @@ def _hidden_of(arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[to
         return arguments[0], (arguments[1:], keywords)
     others = dict(keywords)
     return others.pop("hidden_states"), ((), others)
+
+
+def _alike(one: Any, other: Any, known: dict[tuple[int, int], bool]) -> bool:
+    """Whether two things that a model hands its blocks say the same. known: the answers so far, by identity."""
+    if one is other or type(one) is not type(other):
+        return one is other
+    key = id(one), id(other)
+    if key not in known:
+        known[key] = True  # until told otherwise: a thing may hold itself
+        if isinstance(one, torch.Tensor):
+            known[key] = one.dtype == other.dtype and torch.equal(one, other)
+        elif isinstance(one, tuple | list):
+            known[key] = len(one) == len(other) and all(map(_alike, one, other, repeat(known)))
+        elif isinstance(one, dict):
+            known[key] = one.keys() == other.keys() and all(_alike(one[name], other[name], known) for name in one)
+        elif hasattr(one, "__dict__"):
+            known[key] = _alike(vars(one), vars(other), known)
+        else:
+            known[key] = bool(one == other)
+    return known[key]
+
+
+def _contents(container: dict[Any, Any] | list[Any]) -> list[tuple[Any, int]]:
+    """What is in a container, by identity."""
+    items = container.items() if isinstance(container, dict) else enumerate(container)
+    return [(key, id(value)) for key, value in items]

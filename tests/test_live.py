@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
 
+import quantkit.live
 from quantkit.blocks import find_blocks
 from quantkit.checkpoint import open_checkpoint
 from quantkit.errors import CheckpointError
@@ -22,7 +23,10 @@ IDS = torch.arange(1, 73).reshape(3, 24)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_blocks_in_turn_give_the_hidden_states_of_the_whole_model(name: str, zoo: Callable[[str], Path]) -> None:
+def test_blocks_in_turn_give_the_hidden_states_of_the_whole_model(
+    name: str, zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantkit.live, "_BATCH_TOKENS", IDS.shape[1])  # so each sample is a batch
     live = LiveModel(open_checkpoint(str(zoo(name))))
     hidden = live.start(IDS)
     for index in range(len(live.blocks)):
@@ -67,17 +71,74 @@ def test_a_model_that_puts_places_before_its_tokens_is_refused(
 ) -> None:
     forward = nn.Embedding.forward
     monkeypatch.setattr(nn.Embedding, "forward", lambda table, ids: forward(table, ids).repeat(1, 2, 1))
-    with pytest.raises(CheckpointError, match="given 48 places for 24 tokens"):
+    with pytest.raises(CheckpointError, match=r"of shape \[3, 48, 64\] for token ids of shape \[3, 24\]"):
         LiveModel(open_checkpoint(str(zoo("llama")))).start(IDS)
 
 
-def test_a_model_that_fails_on_its_own_is_named_with_its_reason(
+@pytest.mark.parametrize("of_text", [False, True])
+def test_a_model_whose_blocks_are_given_something_else_of_the_text_is_refused(
+    of_text: bool, zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(model: Any, input_ids: torch.Tensor, **_: object) -> Any:
+        hidden = model.embed_tokens(input_ids)
+        beside = {"tables": [hidden.clone() if of_text else torch.ones_like(hidden)], "config": model.config}
+        for block in model.layers:
+            hidden = block(hidden, beside)
+        return SimpleNamespace(last_hidden_state=model.norm(hidden))
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda _, hidden, beside: hidden + beside["tables"][0])
+    monkeypatch.setattr(quantkit.live, "_BATCH_TOKENS", IDS.shape[1])  # so each sample is a batch
+    live = LiveModel(open_checkpoint(str(zoo("llama"))))
+    with pytest.raises(CheckpointError, match="more that depends on the text") if of_text else nullcontext():
+        live.start(IDS)
+
+
+def test_a_model_that_works_between_its_blocks_is_refused(
     zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(model: Any, input_ids: torch.Tensor, **_: object) -> Any:
+        hidden = model.embed_tokens(input_ids)
+        for block in model.layers:
+            hidden += block(hidden)
+        return SimpleNamespace(last_hidden_state=model.norm(hidden))
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda block, hidden: block.mlp(hidden))
+    with pytest.raises(CheckpointError, match="changes hidden states before its block 1, outside of blocks"):
+        LiveModel(open_checkpoint(str(zoo("llama")))).start(IDS)
+
+
+def test_a_model_whose_blocks_share_what_they_write_is_refused(
+    zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forward(model: Any, input_ids: torch.Tensor, **_: object) -> Any:
+        hidden, shared = model.embed_tokens(input_ids), {}
+        for block in model.layers:
+            hidden = block(hidden, shared=shared)
+        return SimpleNamespace(last_hidden_state=model.norm(hidden))
+
+    def share(_: Any, hidden: torch.Tensor, *, shared: dict[str, torch.Tensor]) -> torch.Tensor:
+        shared["keys"] = hidden
+        return hidden
+
+    monkeypatch.setattr(LlamaModel, "forward", forward)
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", share)
+    live = LiveModel(open_checkpoint(str(zoo("llama"))))
+    hidden = live.start(IDS)
+    live.load(0)
+    with pytest.raises(CheckpointError, match="hand on more than hidden states"):
+        live.advance(0, hidden)
+
+
+@pytest.mark.parametrize("part", [LlamaModel, LlamaDecoderLayer])
+def test_a_model_that_fails_on_its_own_is_named_with_its_reason(
+    part: type, zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ValueError("no language\nis set")
 
-    monkeypatch.setattr(LlamaModel, "forward", fail)
+    monkeypatch.setattr(part, "forward", fail)
     with pytest.raises(CheckpointError, match="the model does not run: no language"):
         LiveModel(open_checkpoint(str(zoo("llama")))).start(IDS)
 
