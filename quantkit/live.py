@@ -28,7 +28,6 @@ _BATCH_TOKENS = 2048
 # What a model hands a block beside the hidden states.
 _Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
-
 _USE_DATA_FREE = "this model cannot be calibrated; use a data-free recipe"
 _HAND_ON_MORE = "its blocks hand on more than hidden states"
 # Stands for what a block would put out beside the hidden states.

@@ -43,25 +43,33 @@ def test_blocks_in_turn_give_the_hidden_states_of_the_whole_model(
     torch.testing.assert_close(hidden, found[0], rtol=1e-5, atol=1e-6)
 
 
-def _handing_on(count: int) -> Callable[..., Any]:
-    """The forward of a model whose blocks are given the first `count` things that the block before put out."""
+@pytest.fixture
+def odd_llama(zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., LiveModel]:
+    """A Llama that goes from its embeddings through its blocks by `walk`, with blocks that do `block`."""
 
-    def forward(model: Any, input_ids: torch.Tensor, **_: object) -> Any:
-        state: Any = (model.embed_tokens(input_ids),)
-        for block in model.layers:
-            state = block(*state[:count])
-        return SimpleNamespace(last_hidden_state=model.norm(state[0]))
+    def made(walk: Callable[[Any, torch.Tensor], torch.Tensor], block: Callable[..., Any]) -> LiveModel:
+        def forward(model: Any, input_ids: torch.Tensor, **_: object) -> Any:
+            return SimpleNamespace(last_hidden_state=model.norm(walk(model.layers, model.embed_tokens(input_ids))))
 
-    return forward
+        monkeypatch.setattr(LlamaModel, "forward", forward)
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", block)
+        return LiveModel(open_checkpoint(str(zoo("llama"))))
+
+    return made
 
 
 @pytest.mark.parametrize(("count", "refused"), [(1, False), (2, False), (3, True)])
 def test_a_model_whose_blocks_hand_on_more_than_hidden_states_is_refused(
-    count: int, refused: bool, zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    count: int, refused: bool, odd_llama: Callable[..., LiveModel]
 ) -> None:
-    monkeypatch.setattr(LlamaModel, "forward", _handing_on(count))
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda block, hidden, *_: (block.mlp(hidden), None, hidden))
-    live = LiveModel(open_checkpoint(str(zoo("llama"))))
+    def walk(blocks: Any, hidden: torch.Tensor) -> torch.Tensor:
+        state: Any = (hidden,)
+        for block in blocks:
+            state = block(*state[:count])
+        found: torch.Tensor = state[0]
+        return found
+
+    live = odd_llama(walk, lambda block, hidden, *_: (block.mlp(hidden), None, hidden))
     with pytest.raises(CheckpointError, match="hand on more than hidden states") if refused else nullcontext():
         live.start(IDS)
 
@@ -77,54 +85,43 @@ def test_a_model_that_puts_places_before_its_tokens_is_refused(
 
 @pytest.mark.parametrize("of_text", [False, True])
 def test_a_model_whose_blocks_are_given_something_else_of_the_text_is_refused(
-    of_text: bool, zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+    of_text: bool, odd_llama: Callable[..., LiveModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forward(model: Any, input_ids: torch.Tensor, **_: object) -> Any:
-        hidden = model.embed_tokens(input_ids)
-        beside = {"tables": [hidden.clone() if of_text else torch.ones_like(hidden)], "config": model.config}
-        for block in model.layers:
+    def walk(blocks: Any, hidden: torch.Tensor) -> torch.Tensor:
+        tables = [hidden.clone() if of_text else torch.ones_like(hidden)]
+        beside = {"tables": tables, "kind": SimpleNamespace(name="llama")}
+        for block in blocks:
             hidden = block(hidden, beside)
-        return SimpleNamespace(last_hidden_state=model.norm(hidden))
+        return hidden
 
-    monkeypatch.setattr(LlamaModel, "forward", forward)
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda _, hidden, beside: hidden + beside["tables"][0])
     monkeypatch.setattr(quantkit.live, "_BATCH_TOKENS", IDS.shape[1])  # so each sample is a batch
-    live = LiveModel(open_checkpoint(str(zoo("llama"))))
+    live = odd_llama(walk, lambda _, hidden, beside: hidden + beside["tables"][0])
     with pytest.raises(CheckpointError, match="more that depends on the text") if of_text else nullcontext():
         live.start(IDS)
 
 
-def test_a_model_that_works_between_its_blocks_is_refused(
-    zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forward(model: Any, input_ids: torch.Tensor, **_: object) -> Any:
-        hidden = model.embed_tokens(input_ids)
-        for block in model.layers:
+def test_a_model_that_works_between_its_blocks_is_refused(odd_llama: Callable[..., LiveModel]) -> None:
+    def walk(blocks: Any, hidden: torch.Tensor) -> torch.Tensor:
+        for block in blocks:
             hidden += block(hidden)
-        return SimpleNamespace(last_hidden_state=model.norm(hidden))
+        return hidden
 
-    monkeypatch.setattr(LlamaModel, "forward", forward)
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", lambda block, hidden: block.mlp(hidden))
     with pytest.raises(CheckpointError, match="changes hidden states before its block 1, outside of blocks"):
-        LiveModel(open_checkpoint(str(zoo("llama")))).start(IDS)
+        odd_llama(walk, lambda block, hidden: block.mlp(hidden)).start(IDS)
 
 
-def test_a_model_whose_blocks_share_what_they_write_is_refused(
-    zoo: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def forward(model: Any, input_ids: torch.Tensor, **_: object) -> Any:
-        hidden, shared = model.embed_tokens(input_ids), {}
-        for block in model.layers:
+def test_a_model_whose_blocks_share_what_they_write_is_refused(odd_llama: Callable[..., LiveModel]) -> None:
+    def walk(blocks: Any, hidden: torch.Tensor) -> torch.Tensor:
+        shared: dict[str, torch.Tensor] = {}
+        for block in blocks:
             hidden = block(hidden, shared=shared)
-        return SimpleNamespace(last_hidden_state=model.norm(hidden))
+        return hidden
 
     def share(_: Any, hidden: torch.Tensor, *, shared: dict[str, torch.Tensor]) -> torch.Tensor:
         shared["keys"] = hidden
         return hidden
 
-    monkeypatch.setattr(LlamaModel, "forward", forward)
-    monkeypatch.setattr(LlamaDecoderLayer, "forward", share)
-    live = LiveModel(open_checkpoint(str(zoo("llama"))))
+    live = odd_llama(walk, share)
     hidden = live.start(IDS)
     live.load(0)
     with pytest.raises(CheckpointError, match="hand on more than hidden states"):

@@ -32,7 +32,7 @@ from quantkit.workspace import Workspace
 from tests.zoo import ARCHITECTURES
 
 RECIPES = ["rtn-g64", "rtn-g64-zp"]
-# Linears in the two blocks of each tiny model: fused projections count once, Conv1D and fused experts are kept.
+# Linears in all blocks of each tiny model: fused projections count once, Conv1D and fused experts are kept.
 _SEPARATE = dict.fromkeys(("llama", "llama_untied", "qwen2", "gemma3"), 14)
 LINEARS = {**_SEPARATE, "gpt2": 0, "phi3": 8, "neox": 8, "bloom": 16, "mixtral": 8}
 # Relative error of a number that is rounded to six digits, at worst, and of float32 differences.
